@@ -1,0 +1,74 @@
+"""A transactional outbox on PostgreSQL: jobs written in the application's own transaction, run by a dispatcher.
+
+Names are imported when they are first used, so that a web application that only enqueues never loads a worker.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pulse_outbox.errors import (
+        BadArgument,
+        EnqueueError,
+        EventNotFound,
+        OutboxError,
+        SchemaError,
+        SettingsError,
+        TransitionRefused,
+    )
+    from pulse_outbox.events import Event, NewEvent
+    from pulse_outbox.failures import FailureCycle, RetryLater, TerminalHandlerError, Verdict
+    from pulse_outbox.outbox import Outbox
+    from pulse_outbox.retry import RetryPolicy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BadArgument",
+    "EnqueueError",
+    "Event",
+    "EventNotFound",
+    "FailureCycle",
+    "NewEvent",
+    "Outbox",
+    "OutboxError",
+    "RetryLater",
+    "RetryPolicy",
+    "SchemaError",
+    "SettingsError",
+    "TerminalHandlerError",
+    "TransitionRefused",
+    "Verdict",
+    "__version__",
+]
+
+_HOME = {
+    "BadArgument": "errors",
+    "EnqueueError": "errors",
+    "Event": "events",
+    "EventNotFound": "errors",
+    "FailureCycle": "failures",
+    "NewEvent": "events",
+    "Outbox": "outbox",
+    "OutboxError": "errors",
+    "RetryLater": "failures",
+    "RetryPolicy": "retry",
+    "SchemaError": "errors",
+    "SettingsError": "errors",
+    "TerminalHandlerError": "failures",
+    "TransitionRefused": "errors",
+    "Verdict": "failures",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
