@@ -95,7 +95,9 @@ def prepare() -> None:
         try:
             installers = [*uv_installer(), *pip_installers()]
             if not installers:
-                fail("this Python has neither pip nor ensurepip and there is no uv: apt-get install python3-pip")
+                fail(
+                    "this Python has neither pip nor ensurepip and there is no uv: apt-get install python3-pip"
+                )
             for number, install in enumerate(installers, start=1):
                 try:
                     install()
@@ -103,7 +105,9 @@ def prepare() -> None:
                 except subprocess.CalledProcessError as error:
                     print(str(error.output)[-3000:], file=sys.stderr)
                     if number == len(installers):
-                        fail(f"installing failed ({shown(error.cmd)}): is the network there? Then run this again")
+                        fail(
+                            f"installing failed ({shown(error.cmd)}): is the network there? Then run this again"
+                        )
                     say("that failed; trying another way")
         except OSError as error:
             fail(f"cannot make .venv ({error}): remove {VENV} and run this again")
@@ -181,10 +185,16 @@ def pip_installers() -> list[Callable[[], None]]:
 
 def find_pip() -> list[str]:
     """A pip new enough to install into another environment (`--python`, since 22.3)."""
-    candidates = [[interpreter(), "-m", "pip"], *([path] for path in map(shutil.which, ("pip3", "pip")) if path)]
+    candidates = [
+        [interpreter(), "-m", "pip"],
+        *([path] for path in map(shutil.which, ("pip3", "pip")) if path),
+    ]
     for pip in candidates:
         known = subprocess.run(
-            [*pip, "--python", interpreter(), "--version"], capture_output=True, env=environment(), check=False
+            [*pip, "--python", interpreter(), "--version"],
+            capture_output=True,
+            env=environment(),
+            check=False,
         )
         if known.returncode == 0:
             return pip
