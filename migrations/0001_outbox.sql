@@ -1,0 +1,1503 @@
+-- The outbox: one table, and one function for each thing that may happen to a row of it.
+--
+-- Locks:    nothing that exists; everything here is new. Takes well under a second.
+-- Deploy:   before any code that uses it.
+--
+-- The map, in reading order:
+--
+--   tables      migration        which of these files have been applied, and the oldest code they support
+--               outbox           a row is a job: its state, budget, lease and evidence (SPEC: the row)
+--               event_handled    what a handler has done once and for all
+--               pause            topics that nobody may claim now
+--               dispatcher       who is alive, what it serves, whether it sleeps
+--               sweep            when the watchdog last looked, and until when it holds off
+--
+--   producers   uuid7, outbox_enqueue, outbox_wake
+--   dispatchers outbox_lanes     which lanes have work, and from when on
+--               outbox_claim     due rows -> RUNNING, under a lease and a token
+--               outbox_heartbeat the lease goes on
+--               outbox_complete  RUNNING -> COMPLETED, or the row is deleted
+--               outbox_fail      RUNNING -> RETRYING or DEAD_LETTERED, as record_failure decides
+--               outbox_snooze    RUNNING -> RETRYING, and the attempt was none
+--               outbox_release   RUNNING -> where it came from, and the attempt was none
+--               outbox_lapse     RUNNING -> as record_failure decides, when a worker's child has died
+--               outbox_reap      the same for every lease that has run out: the watchdog
+--               outbox_heal      ordering keys that a race left without a claimable head
+--               dispatcher_*     who is alive
+--   operators   outbox_replay, outbox_discard, outbox_pause, outbox_resume, outbox_prune; views dead_letter, topic_status
+--   at the end  outbox_grant: who may call what
+--   inside      lock_claimed, unsettled, unpark, record_failure, paused_topics, whose_turn, take, lapse_delay,
+--               hold_event, failure_cycle
+--
+-- Four rules hold everywhere:
+--
+--   A lane is (topic, generation, lapses, priority): rows that one claim may take in the order of the index outbox_due.
+--   Rows that nobody could run now (finished, running, waiting for their key) are in no lane, so no claim walks over them.
+--
+--   The fence is (event_id, claim_token, RUNNING). Whoever writes after a claim goes through lock_claimed, which also
+--   skips rows that somebody else has locked: nothing here ever waits for a row, so nothing here can deadlock.
+--
+--   p_now is null in production: the database's clock rules. Tests pass a time of their own.
+--
+--   Functions run with their owner's rights and a search_path of their own; the grants at the end say who may call what.
+--   The planner's choices are pinned inside them: statistics of a queue are wrong most of the time.
+
+create schema if not exists pulse;
+
+create table pulse.migration (
+  version     integer     not null,
+  name        text        not null,
+  oldest_code text        not null,
+  checksum    text,
+  applied_at  timestamptz not null default clock_timestamp(),
+  applied_by  text        not null default session_user,
+  constraint migration_pkey primary key (version)
+);
+comment on table pulse.migration is 'Applied migration files. oldest_code: the oldest release that may use the schema from then on.';
+
+------------------------------------------------------------------------------------------------------------------------
+-- Tables
+------------------------------------------------------------------------------------------------------------------------
+
+create table pulse.outbox (
+  event_id              uuid        not null,
+  seq                   bigint      not null generated always as identity,
+  next_run_at           timestamptz not null default clock_timestamp(),
+  created_at            timestamptz not null default clock_timestamp(),
+  lease_until           timestamptz,
+  first_failed_at       timestamptz,
+  completed_at          timestamptz,
+  alerted_at            timestamptz,
+  generation            bigint      not null default 0,
+  lease_seq             bigint      not null default 0,
+  claim_token           uuid,
+  alert_id              uuid,
+  attempts              integer     not null default 0,
+  max_attempts          integer,
+  producer_max_attempts integer,
+  snoozes               integer     not null default 0,
+  priority              smallint    not null default 0,
+  lapses                smallint    not null default 0,
+  parked                boolean     not null default false,
+  alone                 boolean     not null default false,
+  status                text        not null default 'PENDING' collate "C",
+  topic                 text        not null collate "C",
+  idempotency_key       text        not null collate "C",
+  ordering_key          text        collate "C",
+  dead_key              text        not null default 'hold' collate "C",
+  source                text,
+  target                text,
+  locked_by             text,
+  last_error            text,
+  payload               jsonb       not null,
+  headers               jsonb       not null default '{}',
+  last_failure          jsonb,
+  failure_history       jsonb       not null default '[]',
+
+  constraint outbox_pkey primary key (event_id),
+  constraint outbox_status_known check (
+    status in ('PENDING', 'RUNNING', 'COMPLETED', 'RETRYING', 'DEAD_LETTERED', 'DISCARDED')),
+  -- A lease without RUNNING and RUNNING without a lease are both impossible.
+  constraint outbox_lease_is_running check (
+    case status
+      when 'RUNNING' then lease_until is not null and locked_by is not null and claim_token is not null
+                          and max_attempts is not null
+      else lease_until is null and locked_by is null
+    end),
+  constraint outbox_ended_has_a_time check (
+    (completed_at is not null) = (status in ('COMPLETED', 'DEAD_LETTERED', 'DISCARDED'))),
+  constraint outbox_parked_waits check (
+    not parked or (ordering_key is not null and status in ('PENDING', 'RETRYING'))),
+  constraint outbox_counters check (
+    attempts >= 0 and snoozes >= 0 and lapses >= 0 and lease_seq >= 0 and generation >= 0
+    and max_attempts >= 1 and producer_max_attempts >= 1),
+  constraint outbox_priority_range check (priority between -9 and 9),
+  constraint outbox_topic_length check (char_length(topic) between 1 and 200),
+  -- Keys are index entries: 400 characters of four bytes still fit.
+  constraint outbox_key_lengths check (
+    char_length(idempotency_key) between 1 and 400 and char_length(ordering_key) between 1 and 400),
+  constraint outbox_dead_key_known check (dead_key in ('hold', 'skip')),
+  constraint outbox_error_size check (octet_length(last_error) <= 8192),
+  constraint outbox_json_shapes check (
+    jsonb_typeof(headers) = 'object' and jsonb_typeof(failure_history) = 'array')
+);
+comment on table pulse.outbox is 'One row is one job: state, retry budget, lease and evidence.';
+
+-- What a claim reads: only rows that could run, lane by lane, in the order in which they are to run.
+create index outbox_due on pulse.outbox (topic, generation, lapses, priority, next_run_at, seq)
+  where status in ('PENDING', 'RETRYING') and not parked;
+
+-- What the watchdog reads.
+create index outbox_leases on pulse.outbox (lease_until)
+  where status = 'RUNNING';
+
+-- A given idempotency key exists once per topic. A key that is the event's own id needs no index beside the primary key.
+create unique index outbox_idempotency on pulse.outbox (topic, idempotency_key)
+  where idempotency_key <> event_id::text;
+
+-- Whose turn it is: the first entry of an ordering key is its head.
+create index outbox_keys on pulse.outbox (ordering_key, seq)
+  where ordering_key is not null
+    and (status in ('PENDING', 'RETRYING', 'RUNNING') or (status = 'DEAD_LETTERED' and dead_key = 'hold'));
+
+-- Of one key two can never run at once, whatever a claim believes.
+create unique index outbox_one_running_per_key on pulse.outbox (ordering_key)
+  where ordering_key is not null and status = 'RUNNING';
+
+-- Dead letters by topic and time, and those whose alert is still owed.
+create index outbox_dead on pulse.outbox (topic, completed_at)
+  where status = 'DEAD_LETTERED';
+create index outbox_alerts_owed on pulse.outbox (completed_at)
+  where status = 'DEAD_LETTERED' and alerted_at is null;
+
+-- A job writes its row three times in a few milliseconds. Without these settings autovacuum would come after a fifth of the
+-- table has died; with them it comes after 20,000 dead rows and does not rest between pages.
+alter table pulse.outbox set (
+  autovacuum_vacuum_scale_factor = 0.01,
+  autovacuum_vacuum_threshold = 20000,
+  autovacuum_vacuum_cost_delay = 0,
+  autovacuum_vacuum_insert_scale_factor = 0.1,
+  autovacuum_analyze_scale_factor = 0.1,
+  autovacuum_analyze_threshold = 20000
+);
+
+create table pulse.event_handled (
+  handler_name    text        not null collate "C",
+  idempotency_key text        not null collate "C",
+  handled_at      timestamptz not null default clock_timestamp(),
+  constraint event_handled_pkey primary key (handler_name, idempotency_key)
+);
+comment on table pulse.event_handled is
+  'A handler records here, in its own transaction, that it has done its work for this key. Kept for ever unless pruned on request.';
+
+create table pulse.pause (
+  topic     text        collate "C",
+  reason    text        not null,
+  paused_by text        not null,
+  paused_at timestamptz not null default clock_timestamp(),
+  constraint pause_topic_length check (char_length(topic) between 1 and 200)
+);
+comment on table pulse.pause is 'Topics that nobody may claim now. A null topic pauses all.';
+create unique index pause_once on pulse.pause (coalesce(topic, ''));
+
+create table pulse.dispatcher (
+  worker       text        not null collate "C",
+  host         text        not null,
+  pid          integer     not null,
+  version      text        not null,
+  topics       text[]      not null,
+  generations  bigint[],
+  started_at   timestamptz not null default clock_timestamp(),
+  last_seen_at timestamptz not null default clock_timestamp(),
+  in_flight    integer     not null default 0,
+  sleeping     boolean     not null default false,
+  constraint dispatcher_pkey primary key (worker)
+) with (fillfactor = 50);
+comment on table pulse.dispatcher is
+  'Dispatchers that are alive. generations null: all. sleeping: a producer must notify it.';
+
+create table pulse.sweep (
+  swept_at   timestamptz not null,
+  hold_until timestamptz
+);
+comment on table pulse.sweep is
+  'Sweeps of the watchdog, newest last; a handful of rows. Appended to, never locked, so that one stuck sweeper cannot stop the others.';
+
+------------------------------------------------------------------------------------------------------------------------
+-- Producers
+------------------------------------------------------------------------------------------------------------------------
+
+-- A time-ordered UUID (version 7): new rows land on one side of the primary key.
+create function pulse.uuid7() returns uuid
+language sql volatile parallel safe
+set search_path = pg_catalog, pg_temp
+as $$
+  select encode(
+           set_bit(set_bit(
+             overlay(uuid_send(gen_random_uuid())
+                     placing substring(int8send((extract(epoch from clock_timestamp()) * 1000)::bigint) from 3)
+                     from 1 for 6),
+             52, 1), 53, 1),
+           'hex')::uuid
+$$;
+
+-- Wakes the dispatchers that sleep and serve one of these topics. While all of them are busy this is one look at a table of
+-- a few rows: a producer under load never reaches the lock that notifications share.
+create function pulse.outbox_wake(p_topics text[]) returns void
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  if exists (select 1 from pulse.dispatcher d where d.sleeping and d.topics && p_topics)
+     and pg_notification_queue_usage() < 0.5      -- a full queue would fail the producer's commit; polling is enough
+  then
+    perform pg_notify('pulse_outbox_wake', '');
+  end if;
+end
+$$;
+
+-- Writes one event in the caller's transaction and returns its id, or the id of the event that is already there.
+create function pulse.outbox_enqueue(
+  p_topic           text,
+  p_payload         jsonb,
+  p_idempotency_key text        default null,
+  p_ordering_key    text        default null,
+  p_headers         jsonb       default null,
+  p_priority        smallint    default null,
+  p_run_at          timestamptz default null,
+  p_max_attempts    integer     default null,
+  p_generation      bigint      default null,
+  p_source          text        default null,
+  p_target          text        default null,
+  p_event_id        uuid        default null,
+  p_dead_key        text        default null,
+  p_now             timestamptz default null
+) returns uuid
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+  v_now      timestamptz := coalesce(p_now, clock_timestamp());
+  v_event_id uuid := coalesce(p_event_id, pulse.uuid7());
+  v_found    uuid;
+begin
+  case
+    when p_topic is null or char_length(p_topic) not between 1 and 200 then
+      raise exception 'topic must have 1 to 200 characters' using errcode = 'PO003';
+    when p_payload is null then
+      raise exception 'payload must not be null (for a JSON null pass ''null'')' using errcode = 'PO003';
+    when char_length(p_idempotency_key) not between 1 and 400 then
+      raise exception 'idempotency_key must have 1 to 400 characters' using errcode = 'PO003';
+    when char_length(p_ordering_key) not between 1 and 400 then
+      raise exception 'ordering_key must have 1 to 400 characters' using errcode = 'PO003';
+    when jsonb_typeof(p_headers) <> 'object' then
+      raise exception 'headers must be a JSON object' using errcode = 'PO003';
+    when p_priority not between -9 and 9 then
+      raise exception 'priority must be between -9 and 9' using errcode = 'PO003';
+    when p_max_attempts < 1 then
+      raise exception 'max_attempts must be at least 1' using errcode = 'PO003';
+    when p_generation < 0 then
+      raise exception 'generation must not be negative' using errcode = 'PO003';
+    when p_run_at = 'infinity' or p_run_at = '-infinity' then
+      raise exception 'run_at must be a finite time' using errcode = 'PO003';
+    when p_dead_key not in ('hold', 'skip') then
+      raise exception 'dead_key must be ''hold'' or ''skip''' using errcode = 'PO003';
+    else
+      null;
+  end case;
+
+  loop
+    insert into pulse.outbox (
+      event_id, topic, payload, headers, source, target, idempotency_key, ordering_key, priority, generation,
+      producer_max_attempts, max_attempts, next_run_at, created_at, dead_key, parked)
+    values (
+      v_event_id, p_topic, p_payload, coalesce(p_headers, '{}'), p_source, p_target,
+      coalesce(p_idempotency_key, v_event_id::text), p_ordering_key, coalesce(p_priority, 0::smallint), coalesce(p_generation, 0),
+      p_max_attempts, p_max_attempts, greatest(p_run_at, v_now), v_now, coalesce(p_dead_key, 'hold'),
+      -- Born waiting when an earlier event of its key is unfinished. If that one ends before this transaction commits,
+      -- nobody sees this row in time to unpark it: outbox_heal does.
+      p_ordering_key is not null and exists (
+        select 1
+          from pulse.outbox o
+         where o.ordering_key = p_ordering_key
+           and (o.status in ('PENDING', 'RETRYING', 'RUNNING') or (o.status = 'DEAD_LETTERED' and o.dead_key = 'hold'))))
+    on conflict do nothing;
+    exit when found;
+
+    select o.event_id into v_found from pulse.outbox o where o.event_id = p_event_id;
+    if v_found is null then
+      select o.event_id into v_found
+        from pulse.outbox o
+       where o.topic = p_topic
+         and o.idempotency_key = p_idempotency_key
+         and o.idempotency_key <> o.event_id::text;
+    end if;
+    if v_found is not null then
+      return v_found;
+    end if;
+    -- The event that was in the way has been pruned between the two statements: try again.
+  end loop;
+
+  perform pulse.outbox_wake(array[p_topic]);
+  return v_event_id;
+end
+$$;
+
+------------------------------------------------------------------------------------------------------------------------
+-- Inside: what every write after a claim shares
+------------------------------------------------------------------------------------------------------------------------
+
+-- The fence. Locks those of the given claims that still hold and that nobody else has locked, and says where they are.
+create function pulse.lock_claimed(p_event_ids uuid[], p_tokens uuid[]) returns tid[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set enable_material = off
+set jit = off
+set plan_cache_mode = force_generic_plan
+as $$
+begin
+  if cardinality(p_event_ids) is distinct from cardinality(p_tokens) then
+    raise exception 'event_ids and tokens must have the same length' using errcode = 'PO003';
+  end if;
+  return array(
+    select o.ctid
+      from unnest(p_event_ids, p_tokens) as c (event_id, token)
+      join pulse.outbox o on o.event_id = c.event_id
+     where o.claim_token = c.token
+       and o.status = 'RUNNING'
+       for update of o skip locked);
+end
+$$;
+
+-- The answer for those of the given claims that a call did not settle: 'locked' (try again) or 'lost' (never yours again).
+-- Nothing is said of a claim that an earlier call has settled in the wanted way: its answer was lost, not its result.
+create function pulse.unsettled(p_event_ids uuid[], p_tokens uuid[], p_wanted text[], p_gone_is_done boolean default false)
+returns table (event_id uuid, answer text)
+language sql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+as $$
+  select c.event_id,
+         case when o.claim_token = c.token and o.status = 'RUNNING' then 'locked' else 'lost' end
+    from unnest(p_event_ids, p_tokens) as c (event_id, token)
+    left join pulse.outbox o on o.event_id = c.event_id
+   where not coalesce(o.claim_token = c.token and o.status = any (p_wanted), false)
+     and not (p_gone_is_done and o.event_id is null)
+$$;
+
+-- Gives the turn to the next event of each key: the lowest that is unfinished, if it is parked.
+-- A second statement after the write that ended the turn, so that it sees that write and whatever was committed meanwhile.
+-- The row gets the present time: claims that go on from where they were must not have passed it.
+create function pulse.unpark(p_keys text[], p_now timestamptz) returns integer
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+set jit = off
+set plan_cache_mode = force_generic_plan
+as $$
+declare
+  v_rows   tid[];
+  v_topics text[];
+begin
+  v_rows := array(
+    select o.ctid
+      from pulse.outbox o
+     where o.ctid = any (array(
+             select head.ctid
+               from unnest(p_keys) as k (ordering_key)
+              cross join lateral (
+                      select h.ctid, h.parked
+                        from pulse.outbox h
+                       where h.ordering_key = k.ordering_key
+                         and (h.status in ('PENDING', 'RETRYING', 'RUNNING')
+                              or (h.status = 'DEAD_LETTERED' and h.dead_key = 'hold'))
+                       order by h.ordering_key, h.seq
+                       limit 1) as head
+              where head.parked))
+       and o.parked
+       for no key update skip locked);
+  if cardinality(v_rows) = 0 then
+    return 0;
+  end if;
+
+  with unparked as (
+    update pulse.outbox o
+       set parked = false,
+           next_run_at = greatest(o.next_run_at, p_now)
+     where o.ctid = any (v_rows)
+    returning o.topic
+  )
+  select array_agg(distinct topic) into v_topics from unparked;
+  perform pulse.outbox_wake(v_topics);
+  return cardinality(v_rows);
+end
+$$;
+
+-- The one place where retry or dead letter is decided, for failures that a worker reports and for leases that lapsed.
+-- The caller has locked the rows in the same transaction. The attempt was counted when the job was claimed; it is given
+-- back when the job lapsed in company, since it may be an innocent neighbour of the one that killed the worker, except
+-- under a budget of one, which is a promise not to start twice.
+create function pulse.record_failure(
+  p_rows      tid[],
+  p_event_ids uuid[],
+  p_errors    text[],
+  p_failures  jsonb[],
+  p_delays    interval[],
+  p_terminal  boolean[],
+  p_lapsed    boolean,
+  p_reaped    boolean,
+  p_now       timestamptz
+) returns table (event_id uuid, answer text, topic text, attempts integer, max_attempts integer, lapses smallint, last_error text)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_mergejoin = off
+set jit = off
+as $$
+#variable_conflict use_column
+declare
+  v_keys text[];
+begin
+  return query
+  with decided as materialized (
+    select o.ctid as row,
+           f.error,
+           f.failure,
+           f.delay,
+           o.attempts - c.refund as attempts,
+           case
+             when f.terminal or o.attempts - c.refund >= o.max_attempts then 'DEAD_LETTERED'
+             else 'RETRYING'
+           end as status
+      from pulse.outbox o
+      join unnest(p_event_ids, p_errors, p_failures, p_delays, p_terminal)
+             as f (event_id, error, failure, delay, terminal)
+        on f.event_id = o.event_id
+     cross join lateral (
+             select (p_lapsed and not o.alone and o.max_attempts > 1)::integer as refund) as c
+     where o.ctid = any (p_rows)
+  )
+  update pulse.outbox o
+     set status          = d.status,
+         attempts        = d.attempts,
+         lapses          = least(o.lapses + p_lapsed::integer, 32767)::smallint,
+         next_run_at     = case d.status when 'RETRYING' then p_now + d.delay else o.next_run_at end,
+         completed_at    = case d.status when 'DEAD_LETTERED' then p_now end,
+         first_failed_at = coalesce(o.first_failed_at, p_now),
+         last_error      = case when octet_length(d.error) <= 8192 then d.error else left(d.error, 2048) end,
+         last_failure    = d.failure,
+         lease_until     = null,
+         locked_by       = null,
+         claim_token     = case when not p_reaped then o.claim_token end
+    from decided d
+   where o.ctid = d.row
+  returning o.event_id, o.status, o.topic, o.attempts, o.max_attempts, o.lapses, o.last_error;
+
+  -- A dead letter that lets its key go on ends its turn; one that holds it stays the head.
+  v_keys := array(
+    select distinct o.ordering_key
+      from pulse.outbox o
+     where o.event_id = any (p_event_ids)
+       and o.ordering_key is not null
+       and o.status = 'DEAD_LETTERED'
+       and o.dead_key = 'skip');
+  if cardinality(v_keys) > 0 then
+    perform pulse.unpark(v_keys, p_now);
+  end if;
+end
+$$;
+
+------------------------------------------------------------------------------------------------------------------------
+-- Dispatchers
+------------------------------------------------------------------------------------------------------------------------
+
+-- Topics that nobody may claim now; an empty string stands for all of them.
+create function pulse.paused_topics() returns text[]
+language sql stable
+set search_path = pg_catalog, pg_temp
+as $$
+  select array(select coalesce(p.topic, '') from pulse.pause p)
+$$;
+
+-- The lanes that have work, now or later, each with its first row: where a claim may start, and until when one may sleep.
+-- It jumps from lane to lane in the index and never walks along one. Paused topics and other generations are left out.
+create function pulse.outbox_lanes(p_topics text[], p_generations bigint[] default null)
+returns table (topic text, generation bigint, lapses smallint, priority smallint, next_run_at timestamptz, seq bigint)
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+set jit = off
+set plan_cache_mode = force_generic_plan
+as $$
+#variable_conflict use_column
+declare
+  v_paused text[] := pulse.paused_topics();
+  v_topic  text;
+  v_at     record;
+begin
+  foreach v_topic in array p_topics loop
+    continue when v_topic = any (v_paused) or '' = any (v_paused);
+    select (-1)::bigint as generation, 0::smallint as lapses, 0::smallint as priority into v_at;
+    loop
+      select o.topic, o.generation, o.lapses, o.priority, o.next_run_at, o.seq
+        into v_at
+        from pulse.outbox o
+       where o.topic = v_topic
+         and (o.generation, o.lapses, o.priority) > (v_at.generation, v_at.lapses, v_at.priority)
+         and o.status in ('PENDING', 'RETRYING')
+         and not o.parked
+       order by o.topic, o.generation, o.lapses, o.priority, o.next_run_at, o.seq
+       limit 1;
+      exit when not found;
+      if p_generations is null or v_at.generation = 0 or v_at.generation = any (p_generations) then
+        topic := v_at.topic;
+        generation := v_at.generation;
+        lapses := v_at.lapses;
+        priority := v_at.priority;
+        next_run_at := v_at.next_run_at;
+        seq := v_at.seq;
+        return next;
+      else
+        v_at.lapses := 32767;      -- on to the next generation
+        v_at.priority := 9;
+      end if;
+    end loop;
+  end loop;
+end
+$$;
+
+-- Of rows that the caller has locked: those whose turn it is. The others are parked until the end of the turn unparks them.
+-- Parking happens under a lock on the row that is waited for. If that can't be had, its turn may be ending right now, and
+-- the end would not see what is parked here: the row is left as it is, for the next claim to look at.
+create function pulse.whose_turn(p_rows tid[]) returns tid[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set enable_sort = off
+set jit = off
+set plan_cache_mode = force_generic_plan
+as $$
+declare
+  v_waiting  tid[];
+  v_blockers uuid[];
+  v_locked   uuid[];
+begin
+  select array_agg(w.row), array_agg(w.blocker)
+    into v_waiting, v_blockers
+    from (
+      select c.ctid as row, coalesce(nullif(head.event_id, c.event_id), running.event_id) as blocker
+        from pulse.outbox c
+       cross join lateral (
+               select h.event_id
+                 from pulse.outbox h
+                where h.ordering_key = c.ordering_key
+                  and (h.status in ('PENDING', 'RETRYING', 'RUNNING')
+                       or (h.status = 'DEAD_LETTERED' and h.dead_key = 'hold'))
+                order by h.ordering_key, h.seq
+                limit 1) as head
+        left join lateral (
+               select r.event_id
+                 from pulse.outbox r
+                where r.ordering_key = c.ordering_key
+                  and r.status = 'RUNNING') as running on true
+       where c.ctid = any (p_rows)
+         and c.ordering_key is not null) as w
+   where w.blocker is not null;
+  if v_waiting is null then
+    return p_rows;
+  end if;
+
+  v_locked := array(
+    select b.event_id
+      from pulse.outbox b
+     where b.event_id = any (v_blockers)
+       and (b.status in ('PENDING', 'RETRYING', 'RUNNING') or (b.status = 'DEAD_LETTERED' and b.dead_key = 'hold'))
+       for no key update skip locked);
+
+  update pulse.outbox o
+     set parked = true
+   where o.ctid = any (array(
+           select w.row
+             from unnest(v_waiting, v_blockers) as w (row, blocker)
+            where w.blocker = any (v_locked)));
+
+  return array(select r from unnest(p_rows) as r where r <> all (v_waiting));
+end
+$$;
+
+-- Locks up to p_limit due rows of one lane, from a position on, and says where they are. Of rows with a budget of one it takes
+-- no more than p_slots.
+create function pulse.take(
+  p_topic       text,
+  p_generation  bigint,
+  p_lapses      smallint,
+  p_priority    smallint,
+  p_next_run_at timestamptz,
+  p_seq         bigint,
+  p_limit       integer,
+  p_slots       integer,
+  p_budget      integer,
+  p_now         timestamptz
+) returns tid[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+set jit = off
+set plan_cache_mode = force_generic_plan
+as $$
+declare
+  v_rows  tid[];
+  v_once  tid[];
+  v_keyed boolean;
+begin
+  select array_agg(c.row), array_agg(c.row) filter (where c.once), bool_or(c.keyed)
+    into v_rows, v_once, v_keyed
+    from (
+      select o.ctid as row,
+             o.ordering_key is not null as keyed,
+             coalesce(o.producer_max_attempts, p_budget) = 1 as once
+        from pulse.outbox o
+       where o.topic = p_topic
+         and o.generation = p_generation
+         and o.lapses = p_lapses
+         and o.priority = p_priority
+         and o.status in ('PENDING', 'RETRYING')
+         and not o.parked
+         and (o.next_run_at, o.seq) >= (p_next_run_at, p_seq)
+         and o.next_run_at <= p_now
+       order by o.topic, o.generation, o.lapses, o.priority, o.next_run_at, o.seq
+       limit p_limit
+         for update skip locked) as c;
+
+  if cardinality(v_once) > p_slots then
+    v_rows := array(select r from unnest(v_rows) as r where r <> all (v_once[p_slots + 1:]));
+  end if;
+  if v_keyed then
+    v_rows := pulse.whose_turn(v_rows);
+  end if;
+  return coalesce(v_rows, '{}');
+end
+$$;
+
+-- Takes due rows, gives them a lease under the caller's token, counts the attempt, and returns them, in no order.
+--
+-- p_token     minted by the caller for this one call. Called again with the same token, because the answer was lost, it
+--             returns the rows of the first call and takes no others, even while that call is still running.
+-- p_topics    what the caller serves; p_budgets: for each of them the max_attempts of its policy (5 where none is given).
+-- p_limit     never more than this. p_slots: how many of them can start at once; only as many rows with a budget of
+--             one are taken, since those must not wait in the memory of a process that may die.
+-- p_lanes     lanes to take from, in this order, as outbox_lanes gave them, each with a quota and the position to start at:
+--             [{"topic", "generation", "lapses", "priority", "quota", "next_run_at", "seq"}]. A caller that remembers
+--             where it was skips what vacuum could not remove yet. Null: all lanes there are, fair between topics.
+-- p_fresh     the caller is certain that this token was never sent before; saves the look for its rows.
+-- p_alone     the caller will run these with nothing beside them (what lapsed twice is always run so).
+create function pulse.outbox_claim(
+  p_token       uuid,
+  p_worker      text,
+  p_topics      text[],
+  p_limit       integer,
+  p_lease       interval    default '30 seconds',
+  p_budgets     integer[]   default null,
+  p_generations bigint[]    default null,
+  p_slots       integer     default null,
+  p_lanes       jsonb       default null,
+  p_fresh       boolean     default false,
+  p_alone       boolean     default false,
+  p_now         timestamptz default null
+) returns table (
+  event_id uuid, seq bigint, topic text, payload text, headers text, source text, target text, idempotency_key text,
+  ordering_key text, priority smallint, generation bigint, attempts integer, max_attempts integer, lease_seq bigint,
+  lapses smallint, snoozes integer, alone boolean, created_at timestamptz, next_run_at timestamptz
+)
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
+set plan_cache_mode = force_generic_plan
+as $$
+#variable_conflict use_column
+declare
+  v_now    timestamptz;
+  v_lanes  jsonb := p_lanes;
+  v_topics integer := 1;
+  v_paused text[];
+  v_lane   record;
+  v_topic  text;
+  v_share  integer;                                    -- what the present topic may still take in this round
+  v_room   integer := p_limit;
+  v_before integer;
+  v_slots  integer := coalesce(p_slots, p_limit);
+  v_rows   tid[];
+begin
+  if p_token is null or coalesce(p_worker, '') = '' or p_topics is null or p_limit is null or p_lease is null then
+    raise exception 'token, worker, topics, limit and lease are needed to claim' using errcode = 'PO003';
+  end if;
+
+  -- A repeated call waits here until the first has committed, and then sees what it took.
+  perform pg_advisory_xact_lock(hashtextextended(p_token::text, 0));
+  v_now := coalesce(p_now, clock_timestamp());
+
+  if not p_fresh and exists (select 1 from pulse.outbox o where o.status = 'RUNNING' and o.claim_token = p_token) then
+    return query
+    select o.event_id, o.seq, o.topic, o.payload::text, o.headers::text, o.source, o.target, o.idempotency_key,
+           o.ordering_key, o.priority, o.generation, o.attempts, o.max_attempts, o.lease_seq,
+           o.lapses, o.snoozes, o.alone, o.created_at, o.next_run_at
+      from pulse.outbox o
+     where o.status = 'RUNNING'
+       and o.claim_token = p_token;
+    return;
+  end if;
+
+  v_paused := pulse.paused_topics();
+  if v_lanes is null then
+    select jsonb_agg(to_jsonb(l) - array['next_run_at', 'seq']
+                     order by hashtextextended(l.topic, hashtextextended(p_token::text, 0)), l.topic, l.priority desc, l.generation, l.lapses),
+           count(distinct l.topic)
+      into v_lanes, v_topics
+      from pulse.outbox_lanes(p_topics, p_generations) as l
+     where l.next_run_at <= v_now;
+  end if;
+
+  -- One round over the lanes that the caller named. Without any: rounds in which every topic gets an equal share.
+  loop
+    v_before := v_room;
+    v_topic := null;
+    for v_lane in
+      select l.*
+        from jsonb_to_recordset(v_lanes)
+               as l (topic text, generation bigint, lapses smallint, priority smallint,
+                     quota integer, next_run_at timestamptz, seq bigint)
+    loop
+      exit when v_room < 1;
+      continue when v_lane.topic = any (v_paused) or '' = any (v_paused);
+      if v_topic is distinct from v_lane.topic then
+        v_topic := v_lane.topic;
+        v_share := greatest(1, v_before / v_topics);
+      end if;
+      v_rows := pulse.take(
+        v_lane.topic, v_lane.generation, v_lane.lapses, v_lane.priority,
+        coalesce(v_lane.next_run_at, '-infinity'), coalesce(v_lane.seq, 0),
+        least(v_room, coalesce(v_lane.quota, v_share)), v_slots,
+        coalesce(p_budgets[array_position(p_topics, v_lane.topic)], 5), v_now);
+      continue when cardinality(v_rows) = 0;
+
+      return query
+      update pulse.outbox o
+         set status       = 'RUNNING',
+             attempts     = o.attempts + 1,
+             max_attempts = coalesce(o.producer_max_attempts, p_budgets[array_position(p_topics, v_lane.topic)], 5),
+             lease_until  = v_now + p_lease,
+             locked_by    = p_worker,
+             claim_token  = p_token,
+             lease_seq    = o.lease_seq + 1,
+             alone        = p_alone or o.lapses >= 2
+       where o.ctid = any (v_rows)
+      returning o.event_id, o.seq, o.topic, o.payload::text, o.headers::text, o.source, o.target, o.idempotency_key,
+                o.ordering_key, o.priority, o.generation, o.attempts, o.max_attempts, o.lease_seq,
+                o.lapses, o.snoozes, o.alone, o.created_at, o.next_run_at;
+
+      v_room := v_room - cardinality(v_rows);
+      v_share := v_share - cardinality(v_rows);
+      v_slots := v_slots - cardinality(v_rows);
+    end loop;
+    exit when p_lanes is not null or v_room = v_before or v_room < 1;
+  end loop;
+end
+$$;
+
+-- Extends the leases of jobs that are being run, also of one that has lapsed and that nobody has reaped.
+-- Says nothing of those: only of what is 'locked' (try again) or 'lost'.
+create function pulse.outbox_heartbeat(
+  p_event_ids uuid[], p_tokens uuid[], p_lease interval default '30 seconds', p_now timestamptz default null)
+returns table (event_id uuid, answer text)
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set jit = off
+as $$
+#variable_conflict use_column
+declare
+  v_rows  tid[] := pulse.lock_claimed(p_event_ids, p_tokens);
+  v_until timestamptz := coalesce(p_now, clock_timestamp()) + p_lease;
+begin
+  update pulse.outbox o
+     set lease_until = v_until
+   where o.ctid = any (v_rows);
+
+  if cardinality(v_rows) < cardinality(p_event_ids) then
+    return query
+    select u.event_id, u.answer
+      from pulse.unsettled(p_event_ids, p_tokens, '{}') as u
+      left join pulse.outbox o on o.event_id = u.event_id
+     where u.answer = 'lost'
+        or o.lease_until is distinct from v_until;
+  end if;
+end
+$$;
+
+-- RUNNING -> COMPLETED, or the row is deleted (p_delete; never one with a given idempotency key, which has to be remembered).
+-- Says nothing of what is settled: only of what is 'locked' (try again) or 'lost'.
+create function pulse.outbox_complete(
+  p_event_ids uuid[], p_tokens uuid[], p_delete boolean default false, p_now timestamptz default null)
+returns table (event_id uuid, answer text)
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set jit = off
+set plan_cache_mode = force_generic_plan
+as $$
+#variable_conflict use_column
+declare
+  v_rows tid[] := pulse.lock_claimed(p_event_ids, p_tokens);
+  v_now  timestamptz := coalesce(p_now, clock_timestamp());
+  v_keys text[];
+  v_more text[];
+begin
+  if p_delete then
+    with gone as (
+      delete from pulse.outbox o
+       where o.ctid = any (v_rows)
+         and o.idempotency_key = o.event_id::text
+      returning o.ordering_key
+    )
+    select array_agg(ordering_key) filter (where ordering_key is not null) into v_more from gone;
+  end if;
+
+  with done as (
+    update pulse.outbox o
+       set status       = 'COMPLETED',
+           completed_at = v_now,
+           lease_until  = null,
+           locked_by    = null
+     where o.ctid = any (v_rows)
+    returning o.ordering_key
+  )
+  select array_agg(ordering_key) filter (where ordering_key is not null) into v_keys from done;
+
+  v_keys := v_keys || v_more;
+  if v_keys is not null then
+    perform pulse.unpark(v_keys, v_now);
+  end if;
+  if cardinality(v_rows) < cardinality(p_event_ids) then
+    return query select * from pulse.unsettled(p_event_ids, p_tokens, '{COMPLETED}', p_delete);
+  end if;
+end
+$$;
+
+-- RUNNING -> RETRYING after p_delays, or DEAD_LETTERED when it is terminal or the budget is spent.
+-- Answers for every event: RETRYING, DEAD_LETTERED, 'locked' (try again) or 'lost'.
+create function pulse.outbox_fail(
+  p_event_ids uuid[],
+  p_tokens    uuid[],
+  p_errors    text[],
+  p_failures  jsonb[],
+  p_delays    interval[],
+  p_terminal  boolean[],
+  p_now       timestamptz default null
+) returns table (event_id uuid, answer text)
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set jit = off
+as $$
+#variable_conflict use_column
+declare
+  v_rows tid[] := pulse.lock_claimed(p_event_ids, p_tokens);
+begin
+  perform pulse.record_failure(
+    v_rows, p_event_ids, p_errors, p_failures, p_delays, p_terminal, false, false, coalesce(p_now, clock_timestamp()));
+  return query
+  select o.event_id, o.status
+    from pulse.outbox o
+    join unnest(p_event_ids, p_tokens) as c (event_id, token) on c.event_id = o.event_id
+   where o.claim_token = c.token
+     and o.status in ('RETRYING', 'DEAD_LETTERED')
+  union all
+  select u.event_id, u.answer from pulse.unsettled(p_event_ids, p_tokens, '{RETRYING, DEAD_LETTERED}') as u;
+end
+$$;
+
+-- RUNNING -> RETRYING after p_delays: the handler asked to be called later, so the attempt was none.
+create function pulse.outbox_snooze(
+  p_event_ids uuid[], p_tokens uuid[], p_delays interval[], p_now timestamptz default null)
+returns table (event_id uuid, answer text)
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set jit = off
+as $$
+#variable_conflict use_column
+declare
+  v_rows tid[] := pulse.lock_claimed(p_event_ids, p_tokens);
+  v_now  timestamptz := coalesce(p_now, clock_timestamp());
+begin
+  update pulse.outbox o
+     set status      = 'RETRYING',
+         attempts    = o.attempts - 1,
+         snoozes     = o.snoozes + 1,
+         next_run_at = v_now + c.delay,
+         lease_until = null,
+         locked_by   = null
+    from unnest(p_event_ids, p_delays) as c (event_id, delay)
+   where o.ctid = any (v_rows)
+     and o.event_id = c.event_id;
+  return query select * from pulse.unsettled(p_event_ids, p_tokens, '{RETRYING}');
+end
+$$;
+
+-- RUNNING -> where it came from, due at once: the job was claimed and never started (shutdown, pause), so the attempt was none.
+create function pulse.outbox_release(p_event_ids uuid[], p_tokens uuid[], p_now timestamptz default null)
+returns table (event_id uuid, answer text)
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set jit = off
+as $$
+#variable_conflict use_column
+declare
+  v_rows   tid[] := pulse.lock_claimed(p_event_ids, p_tokens);
+  v_topics text[];
+begin
+  with released as (
+    update pulse.outbox o
+       set status      = case when o.attempts > 1 or o.snoozes > 0 or o.lapses > 0 then 'RETRYING' else 'PENDING' end,
+           attempts    = o.attempts - 1,
+           next_run_at = coalesce(p_now, clock_timestamp()),
+           lease_until = null,
+           locked_by   = null
+     where o.ctid = any (v_rows)
+    returning o.topic
+  )
+  select array_agg(distinct topic) into v_topics from released;
+  perform pulse.outbox_wake(v_topics);
+  return query select * from pulse.unsettled(p_event_ids, p_tokens, '{PENDING, RETRYING}');
+end
+$$;
+
+-- How long a job waits after it has killed its worker while alone: 1, 2, 4 … seconds, at most five minutes.
+-- What lapsed in company may go on at once.
+create function pulse.lapse_delay(p_alone boolean, p_attempts integer) returns interval
+language sql immutable
+set search_path = pg_catalog, pg_temp
+as $$
+  select case when p_alone then make_interval(secs => least(300, 2 ^ least(greatest(p_attempts, 1) - 1, 9))) else interval '0' end
+$$;
+
+-- A worker's child has died while these jobs were running: as when their leases had run out, but at once and with its reason.
+create function pulse.outbox_lapse(p_event_ids uuid[], p_tokens uuid[], p_error text, p_now timestamptz default null)
+returns table (event_id uuid, answer text)
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set jit = off
+as $$
+#variable_conflict use_column
+declare
+  v_rows   tid[] := pulse.lock_claimed(p_event_ids, p_tokens);
+  v_ids    uuid[];
+  v_delays interval[];
+begin
+  select array_agg(o.event_id), array_agg(pulse.lapse_delay(o.alone, o.attempts))
+    into v_ids, v_delays
+    from pulse.outbox o
+   where o.ctid = any (v_rows);
+  perform pulse.record_failure(
+    v_rows, v_ids, array_fill(p_error, array[cardinality(v_rows)]),
+    array_fill(jsonb_build_object('error_class', 'WorkerDied', 'verdict', 'transient', 'rule', 'worker.died'), array[cardinality(v_rows)]),
+    v_delays, array_fill(false, array[cardinality(v_rows)]), true, false, coalesce(p_now, clock_timestamp()));
+  return query
+  select o.event_id, o.status
+    from pulse.outbox o
+    join unnest(p_event_ids, p_tokens) as c (event_id, token) on c.event_id = o.event_id
+   where o.claim_token = c.token
+     and o.status in ('RETRYING', 'DEAD_LETTERED')
+  union all
+  select u.event_id, u.answer from pulse.unsettled(p_event_ids, p_tokens, '{RETRYING, DEAD_LETTERED}') as u;
+end
+$$;
+
+-- The watchdog: leases that have run out go through record_failure, and their tokens are worthless from then on.
+--
+-- When nobody has swept for two thirds of a lease (an outage, or nobody was there) leases have lapsed whose holders live:
+-- that sweep only sets a hold of one lease, which every sweeper respects, so that the living can report first.
+-- p_since: where to start in the index of leases; what died below has been swept before. Null: from the beginning.
+create function pulse.outbox_reap(
+  p_limit integer     default 1000,
+  p_lease interval    default '30 seconds',
+  p_since timestamptz default null,
+  p_now   timestamptz default null
+) returns table (event_id uuid, answer text, topic text, attempts integer, max_attempts integer, lapses smallint, last_error text, worker text)
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+set jit = off
+set plan_cache_mode = force_generic_plan
+as $$
+#variable_conflict use_column
+declare
+  v_now     timestamptz := coalesce(p_now, clock_timestamp());
+  v_swept   timestamptz;
+  v_hold    timestamptz;
+  v_rows    tid[];
+  v_ids     uuid[];
+  v_workers text[];
+  v_delays  interval[];
+  v_count   integer;
+begin
+  select max(s.swept_at), max(s.hold_until) into v_swept, v_hold from pulse.sweep s;
+  if v_swept is null or v_swept < v_now - p_lease * 2 / 3 then
+    v_hold := v_now + p_lease;
+  end if;
+  insert into pulse.sweep (swept_at, hold_until) values (v_now, v_hold);
+  delete from pulse.sweep s
+   where s.ctid = any (array(
+           select old.ctid
+             from pulse.sweep old
+            where old.swept_at < v_now
+            limit 100
+              for update skip locked));
+  if v_hold > v_now then
+    return;
+  end if;
+
+  select array_agg(c.row), array_agg(c.event_id), array_agg(c.locked_by), array_agg(pulse.lapse_delay(c.alone, c.attempts)), count(*)
+    into v_rows, v_ids, v_workers, v_delays, v_count
+    from (
+      select o.ctid as row, o.event_id, o.locked_by, o.alone, o.attempts
+        from pulse.outbox o
+       where o.status = 'RUNNING'
+         and o.lease_until < v_now
+         and o.lease_until >= coalesce(p_since, '-infinity')
+       order by o.lease_until
+       limit p_limit
+         for update skip locked) as c;
+  if v_count = 0 then
+    return;
+  end if;
+
+  return query
+  select r.*, v_workers[array_position(v_ids, r.event_id)]
+    from pulse.record_failure(
+           v_rows, v_ids, array_fill('worker lease expired'::text, array[v_count]),
+           array_fill(jsonb_build_object('error_class', 'LeaseExpired', 'verdict', 'transient', 'rule', 'lease.expired'), array[v_count]),
+           v_delays, array_fill(false, array[v_count]), true, true, v_now) as r;
+  perform pulse.outbox_wake(array(select distinct o.topic from pulse.outbox o where o.event_id = any (v_ids)));
+end
+$$;
+
+-- Ordering keys whose head is parked: an enqueue and the end of the turn before it did not see each other. Looks at p_limit keys after
+-- p_after and says where to go on (null: it has been round) and how many heads it freed.
+create function pulse.outbox_heal(p_after text default null, p_limit integer default 500, p_now timestamptz default null,
+                                  out last_key text, out healed integer)
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+set jit = off
+set plan_cache_mode = force_generic_plan
+as $$
+declare
+  v_key    text := coalesce(p_after, '');
+  v_parked boolean;
+  v_stuck  text[] := '{}';
+begin
+  for v_step in 1 .. p_limit loop
+    select o.ordering_key, o.parked
+      into v_key, v_parked
+      from pulse.outbox o
+     where o.ordering_key > v_key
+       and (o.status in ('PENDING', 'RETRYING', 'RUNNING') or (o.status = 'DEAD_LETTERED' and o.dead_key = 'hold'))
+     order by o.ordering_key, o.seq
+     limit 1;
+    exit when not found;
+    if v_parked then
+      v_stuck := v_stuck || v_key;
+    end if;
+  end loop;
+  last_key := v_key;
+  healed := 0;
+  if cardinality(v_stuck) > 0 then
+    healed := pulse.unpark(v_stuck, coalesce(p_now, clock_timestamp()));
+  end if;
+end
+$$;
+
+-- Says that a dispatcher is alive, and forgets those that have not said so for ten leases.
+create function pulse.dispatcher_seen(
+  p_worker text, p_host text, p_pid integer, p_version text, p_topics text[], p_generations bigint[], p_in_flight integer,
+  p_sleeping boolean, p_lease interval default '30 seconds', p_now timestamptz default null)
+returns void
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_now timestamptz := coalesce(p_now, clock_timestamp());
+begin
+  insert into pulse.dispatcher as d (worker, host, pid, version, topics, generations, started_at, last_seen_at, in_flight, sleeping)
+  values (p_worker, p_host, p_pid, p_version, p_topics, p_generations, v_now, v_now, p_in_flight, p_sleeping)
+  on conflict (worker) do update
+     set host = excluded.host,
+         started_at = case when d.pid = excluded.pid and d.host = excluded.host then d.started_at else excluded.started_at end,
+         pid = excluded.pid,
+         version = excluded.version,
+         topics = excluded.topics,
+         generations = excluded.generations,
+         last_seen_at = excluded.last_seen_at,
+         in_flight = excluded.in_flight,
+         sleeping = excluded.sleeping;
+  delete from pulse.dispatcher d
+   where d.ctid = any (array(
+           select old.ctid
+             from pulse.dispatcher old
+            where old.last_seen_at < v_now - p_lease * 10
+              for update skip locked));
+end
+$$;
+
+create function pulse.dispatcher_gone(p_worker text) returns void
+language sql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+  delete from pulse.dispatcher d where d.worker = p_worker
+$$;
+
+------------------------------------------------------------------------------------------------------------------------
+-- Operators
+------------------------------------------------------------------------------------------------------------------------
+
+-- Locks an event that an operator wants to change, and refuses when it isn't there or in no state for it.
+create function pulse.hold_event(p_event_id uuid, p_statuses text[], p_verb text) returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+as $$
+declare
+  v_status text;
+begin
+  select o.status into v_status from pulse.outbox o where o.event_id = p_event_id for update;
+  if not found then
+    raise exception 'no event %', coalesce(p_event_id::text, 'null')
+      using errcode = 'PO001', hint = 'Events that completed may have been pruned.';
+  end if;
+  if v_status <> all (p_statuses) then
+    raise exception 'event % is %; only % can be %', p_event_id, v_status, array_to_string(p_statuses, ', '), p_verb
+      using errcode = 'PO002';
+  end if;
+end
+$$;
+
+-- The current cycle as an entry of failure_history.
+create function pulse.failure_cycle(o pulse.outbox) returns jsonb
+language sql stable
+set search_path = pg_catalog, pg_temp
+as $$
+  select jsonb_build_object(
+    'attempts', o.attempts,
+    'last_error', o.last_error,
+    'last_failure', o.last_failure,
+    'first_failed_at', o.first_failed_at,
+    'dead_lettered_at', case when o.status = 'DEAD_LETTERED' then o.completed_at end,
+    'generation', o.generation)
+$$;
+
+-- DEAD_LETTERED -> PENDING, in place: the ended cycle becomes an entry of failure_history and a new one begins.
+-- Two at once make one entry: the second waits for the row, and finds that it isn't dead any more.
+create function pulse.outbox_replay(event_id uuid, p_new_generation bigint, p_replayed_by text, p_now timestamptz default null)
+returns void
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+as $$
+#variable_conflict use_column
+declare
+  v_event_id uuid := outbox_replay.event_id;
+  v_now      timestamptz;
+  v_topic    text;
+begin
+  if p_new_generation is null or p_new_generation < 0 then
+    raise exception 'the new generation must be a number from 0 (any) on' using errcode = 'PO003';
+  elsif coalesce(p_replayed_by, '') = '' then
+    raise exception 'replayed_by must say who replays' using errcode = 'PO003';
+  end if;
+  perform pulse.hold_event(v_event_id, '{DEAD_LETTERED}', 'replayed');
+
+  v_now := coalesce(p_now, clock_timestamp());
+  update pulse.outbox o
+     set failure_history = o.failure_history || jsonb_build_array(
+                             pulse.failure_cycle(o) || jsonb_build_object('replayed_by', p_replayed_by, 'replayed_at', v_now)),
+         status          = 'PENDING',
+         generation      = p_new_generation,
+         attempts        = 0,
+         max_attempts    = o.producer_max_attempts,
+         snoozes         = 0,
+         lapses          = 0,
+         alone           = false,
+         next_run_at     = v_now,
+         last_error      = null,
+         last_failure    = null,
+         first_failed_at = null,
+         completed_at    = null,
+         claim_token     = null,
+         alert_id        = null,
+         alerted_at      = null
+   where o.event_id = v_event_id
+  returning o.topic into v_topic;
+  perform pulse.outbox_wake(array[v_topic]);
+end
+$$;
+
+-- PENDING, RETRYING, DEAD_LETTERED -> DISCARDED: it must never run. Who and why stays in failure_history; its key goes on.
+create function pulse.outbox_discard(event_id uuid, p_reason text, p_discarded_by text, p_now timestamptz default null)
+returns void
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+as $$
+#variable_conflict use_column
+declare
+  v_event_id uuid := outbox_discard.event_id;
+  v_now      timestamptz;
+  v_key      text;
+begin
+  if coalesce(p_reason, '') = '' then
+    raise exception 'reason must say why the event must not run' using errcode = 'PO003';
+  elsif coalesce(p_discarded_by, '') = '' then
+    raise exception 'discarded_by must say who discards' using errcode = 'PO003';
+  end if;
+  perform pulse.hold_event(v_event_id, '{PENDING, RETRYING, DEAD_LETTERED}', 'discarded');
+
+  v_now := coalesce(p_now, clock_timestamp());
+  update pulse.outbox o
+     set failure_history = o.failure_history || jsonb_build_array(
+                             pulse.failure_cycle(o) || jsonb_build_object(
+                               'discarded_by', p_discarded_by, 'discarded_at', v_now, 'reason', p_reason)),
+         status          = 'DISCARDED',
+         completed_at    = v_now,
+         parked          = false
+   where o.event_id = v_event_id
+  returning o.ordering_key into v_key;
+  if v_key is not null then
+    perform pulse.unpark(array[v_key], v_now);
+  end if;
+end
+$$;
+
+-- No claim of this topic (null: of any) from the commit on; running jobs finish. Pausing again changes who and why.
+create function pulse.outbox_pause(p_topic text, p_reason text, p_by text, p_now timestamptz default null) returns void
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  if char_length(p_topic) not between 1 and 200 then
+    raise exception 'topic must have 1 to 200 characters, or be null for all topics' using errcode = 'PO003';
+  elsif coalesce(p_reason, '') = '' then
+    raise exception 'reason must say why' using errcode = 'PO003';
+  elsif coalesce(p_by, '') = '' then
+    raise exception 'by must say who pauses' using errcode = 'PO003';
+  end if;
+  insert into pulse.pause (topic, reason, paused_by, paused_at)
+  values (p_topic, p_reason, p_by, coalesce(p_now, clock_timestamp()))
+  on conflict (coalesce(topic, '')) do update
+     set reason = excluded.reason,
+         paused_by = excluded.paused_by,
+         paused_at = excluded.paused_at;
+end
+$$;
+
+-- Ends a pause. True when there was one. Resuming a topic does not end the pause of all, nor the other way round.
+create function pulse.outbox_resume(p_topic text, p_by text) returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  if coalesce(p_by, '') = '' then
+    raise exception 'by must say who resumes' using errcode = 'PO003';
+  end if;
+  delete from pulse.pause p where p.topic is not distinct from p_topic;
+  if not found then
+    return false;
+  end if;
+  raise log 'pulse outbox: % resumed by %', coalesce('topic ' || p_topic, 'all topics'), p_by;
+  perform pulse.outbox_wake(array(
+    select distinct t from pulse.dispatcher d, unnest(d.topics) as t where p_topic is null or t = p_topic));
+  return true;
+end
+$$;
+
+-- Deletes what completed or was discarded longer than p_retention ago, from p_pages pages of the table, starting at p_page.
+-- Says where to go on (null: the end has been reached). It walks along the table, not along an index: an index for this
+-- would be paid for by every completion. p_dead: dead letters too.
+create function pulse.outbox_prune(
+  p_retention interval    default '7 days',
+  p_page      bigint      default 0,
+  p_pages     integer     default 1000,
+  p_dead      boolean     default false,
+  p_now       timestamptz default null,
+  out pruned    integer,
+  out next_page bigint
+)
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set jit = off
+as $$
+declare
+  v_now   timestamptz := coalesce(p_now, clock_timestamp());
+  v_pages bigint := pg_relation_size('pulse.outbox') / current_setting('block_size')::bigint;
+  v_keys  text[];
+begin
+  if p_retention is null or p_retention < interval '0' then
+    raise exception 'retention must not be negative' using errcode = 'PO003';
+  end if;
+  with gone as (
+    delete from pulse.outbox o
+     where o.ctid = any (array(
+             select old.ctid
+               from pulse.outbox old
+              where old.ctid >= format('(%s,0)', p_page)::tid
+                and old.ctid < format('(%s,0)', p_page + p_pages)::tid
+                and (old.status in ('COMPLETED', 'DISCARDED') or (p_dead and old.status = 'DEAD_LETTERED'))
+                and old.completed_at < v_now - p_retention
+                for update skip locked))
+    returning o.ordering_key, o.status
+  )
+  select count(*), array_agg(ordering_key) filter (where ordering_key is not null and status = 'DEAD_LETTERED')
+    into pruned, v_keys
+    from gone;
+  if v_keys is not null then
+    perform pulse.unpark(v_keys, v_now);
+  end if;
+  next_page := case when p_page + p_pages < v_pages then p_page + p_pages end;
+end
+$$;
+
+create view pulse.dead_letter as
+select o.event_id,
+       o.topic,
+       o.completed_at as dead_lettered_at,
+       o.attempts,
+       o.last_failure ->> 'error_class' as error_class,
+       o.last_error,
+       o.last_failure ->> 'rule' as rule,
+       o.last_failure ->> 'handler' as handler,
+       o.first_failed_at,
+       o.generation,
+       o.ordering_key,
+       o.dead_key,
+       jsonb_array_length(o.failure_history) as earlier_cycles,
+       o.alert_id,
+       o.alerted_at,
+       o.source,
+       o.target,
+       o.created_at
+  from pulse.outbox o
+ where o.status = 'DEAD_LETTERED';
+comment on view pulse.dead_letter is 'What died and why, without payloads.';
+
+create view pulse.topic_status as
+select w.topic,
+       count(*) filter (where w.status in ('PENDING', 'RETRYING') and not w.parked and w.next_run_at <= clock_timestamp()) as due,
+       count(*) filter (where w.status in ('PENDING', 'RETRYING') and not w.parked and w.next_run_at > clock_timestamp()) as later,
+       count(*) filter (where w.parked) as parked,
+       count(*) filter (where w.status = 'RUNNING') as running,
+       count(*) filter (where w.status = 'RETRYING') as retrying,
+       count(*) filter (where w.status = 'DEAD_LETTERED') as dead,
+       clock_timestamp() - min(w.next_run_at) filter (
+         where w.status in ('PENDING', 'RETRYING') and not w.parked and w.next_run_at <= clock_timestamp()) as oldest_wait,
+       (select p.reason from pulse.pause p where p.topic is null or p.topic = w.topic limit 1) as paused,
+       array(select d.worker from pulse.dispatcher d where w.topic = any (d.topics) order by d.worker) as served_by
+  from pulse.outbox w
+ where w.status in ('PENDING', 'RETRYING', 'RUNNING', 'DEAD_LETTERED')
+ group by w.topic;
+comment on view pulse.topic_status is 'Unfinished work by topic, and who serves it.';
+
+------------------------------------------------------------------------------------------------------------------------
+-- Who may call what
+------------------------------------------------------------------------------------------------------------------------
+
+-- Gives each of the three roles that exists its rights. Nobody else gets any; inside functions are for their owner alone.
+-- A role that an administrator creates later gets its rights by calling this again.
+create function pulse.outbox_grant() returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  revoke all on all functions in schema pulse from public;
+
+  if exists (select 1 from pg_roles where rolname = 'pulse_producer') then
+    grant usage on schema pulse to pulse_producer;
+    grant select on pulse.migration to pulse_producer;
+    grant insert (event_id, topic, payload, headers, source, target, idempotency_key, ordering_key, priority, generation,
+                  producer_max_attempts, next_run_at, dead_key, parked) on pulse.outbox to pulse_producer;
+    grant execute on function
+      pulse.uuid7(),
+      pulse.outbox_wake(text[]),
+      pulse.outbox_enqueue(text, jsonb, text, text, jsonb, smallint, timestamptz, integer, bigint, text, text, uuid, text, timestamptz)
+      to pulse_producer;
+  end if;
+
+  if exists (select 1 from pg_roles where rolname = 'pulse_dispatcher') then
+    grant usage on schema pulse to pulse_dispatcher;
+    grant select on pulse.migration, pulse.pause, pulse.dispatcher to pulse_dispatcher;
+    grant select, insert on pulse.event_handled to pulse_dispatcher;
+    grant execute on function
+      pulse.uuid7(),
+      pulse.outbox_wake(text[]),
+      pulse.outbox_enqueue(text, jsonb, text, text, jsonb, smallint, timestamptz, integer, bigint, text, text, uuid, text, timestamptz),
+      pulse.outbox_lanes(text[], bigint[]),
+      pulse.outbox_claim(uuid, text, text[], integer, interval, integer[], bigint[], integer, jsonb, boolean, boolean, timestamptz),
+      pulse.outbox_heartbeat(uuid[], uuid[], interval, timestamptz),
+      pulse.outbox_complete(uuid[], uuid[], boolean, timestamptz),
+      pulse.outbox_fail(uuid[], uuid[], text[], jsonb[], interval[], boolean[], timestamptz),
+      pulse.outbox_snooze(uuid[], uuid[], interval[], timestamptz),
+      pulse.outbox_release(uuid[], uuid[], timestamptz),
+      pulse.outbox_lapse(uuid[], uuid[], text, timestamptz),
+      pulse.outbox_reap(integer, interval, timestamptz, timestamptz),
+      pulse.outbox_heal(text, integer, timestamptz),
+      pulse.outbox_prune(interval, bigint, integer, boolean, timestamptz),
+      pulse.dispatcher_seen(text, text, integer, text, text[], bigint[], integer, boolean, interval, timestamptz),
+      pulse.dispatcher_gone(text)
+      to pulse_dispatcher;
+  end if;
+
+  if exists (select 1 from pg_roles where rolname = 'pulse_operator') then
+    grant usage on schema pulse to pulse_operator;
+    grant select on all tables in schema pulse to pulse_operator;
+    grant execute on function
+      pulse.outbox_lanes(text[], bigint[]),
+      pulse.outbox_replay(uuid, bigint, text, timestamptz),
+      pulse.outbox_discard(uuid, text, text, timestamptz),
+      pulse.outbox_pause(text, text, text, timestamptz),
+      pulse.outbox_resume(text, text),
+      pulse.outbox_prune(interval, bigint, integer, boolean, timestamptz)
+      to pulse_operator;
+  end if;
+end
+$$;
+
+-- Roles belong to the cluster: they may exist, another database may be creating them now, or this user may not create any.
+do $$
+begin
+  begin
+    create role pulse_producer nologin;
+  exception when duplicate_object or unique_violation then null;
+  end;
+  begin
+    create role pulse_dispatcher nologin;
+  exception when duplicate_object or unique_violation then null;
+  end;
+  begin
+    create role pulse_operator nologin;
+  exception when duplicate_object or unique_violation then null;
+  end;
+exception when insufficient_privilege then
+  raise notice 'not allowed to create roles: an administrator may create pulse_producer, pulse_dispatcher and pulse_operator and call pulse.outbox_grant()';
+end
+$$;
+
+select pulse.outbox_grant();
+
+insert into pulse.migration (version, name, oldest_code) values (1, 'outbox', '0.1.0');
