@@ -526,12 +526,15 @@ def _free_port() -> int:
 
 def _children(pid: int) -> list[int]:
     if sys.platform == "linux":
-        # The kernel's list is per thread; the server has one.
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        # The name, in brackets, may hold spaces and brackets; after it come the state and the parent.
+        parents = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # gone since it was listed
+                parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
     else:
         listed = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, check=True)
-        pairs = (line.split() for line in listed.stdout.splitlines())
-        return [int(child) for child, parent in pairs if int(parent) == pid]
+        parents = {int(child): int(parent) for child, parent in map(str.split, listed.stdout.splitlines())}
+    return [child for child, parent in parents.items() if parent == pid]
 
 
 # Which binaries
