@@ -1,6 +1,6 @@
-"""A transactional outbox on PostgreSQL: jobs written in the application's own transaction, run by a dispatcher.
+"""A transactional outbox on PostgreSQL: jobs that commit with the application's data, and are never lost.
 
-Names are imported when they are first used, so that a web application that only enqueues never loads a worker.
+Names are imported when they are first used: a web application that only enqueues never loads a worker.
 """
 
 from importlib import import_module
