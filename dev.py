@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -125,9 +126,11 @@ def is_ready() -> bool:
 
 def fingerprint() -> str:
     """What the environment depends on; the place too, since scripts and the editable install name it."""
-    digest = hashlib.sha256(f"{ROOT}\n{sys.version_info[:2]}\n".encode())
-    for path in (REQUIREMENTS, ROOT / "pyproject.toml"):
-        digest.update(path.read_bytes())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    # The settings of ruff, mypy and pytest are in that file too, and change nothing here.
+    installed = [project["build-system"], project["project"], project["tool"]["hatch"]]
+    digest = hashlib.sha256(REQUIREMENTS.read_bytes())
+    digest.update(repr([str(ROOT), sys.version_info[:2], installed]).encode())
     return digest.hexdigest()
 
 
