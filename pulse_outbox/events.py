@@ -14,13 +14,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields, is_dataclass
 from datetime import datetime, timedelta
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
 from uuid import UUID
 
 from pydantic import BaseModel
 from pydantic_core import from_json, to_json, to_jsonable_python
 
-from pulse_outbox.errors import EnqueueError
+from pulse_outbox.errors import EnqueueError, OutboxError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -34,7 +35,7 @@ MAX_KEY_CHARACTERS = 400
 # What pydantic's JSON parser reads back; PostgreSQL itself would take more of both.
 MAX_DEPTH = 200
 MAX_INTEGER_DIGITS = 4300
-MAX_DELAY = timedelta(days=36525)
+MAX_TIME = timedelta(days=36525)
 
 
 class Event(Generic[T]):
@@ -170,20 +171,20 @@ class NewEvent:
             if self.delay is not None:
                 raise EnqueueError("run_at and delay: give one of them, not both")
         if self.delay is not None:
-            delay_of(self.delay)
+            as_timedelta("delay", self.delay)
 
 
-def delay_of(delay: float | timedelta) -> timedelta:
-    """A producer's delay as a timedelta; refuses what is negative, not finite or above a century."""
-    if isinstance(delay, bool) or not isinstance(delay, int | float | timedelta):
-        raise EnqueueError(f"delay: seconds or a timedelta are needed, not {_type_name(delay)}")
-    if isinstance(delay, timedelta):
-        seconds = delay.total_seconds()
+def as_timedelta(name: str, value: object, complaint: type[OutboxError] = EnqueueError) -> timedelta:
+    """A time given in seconds or as a timedelta; refuses what is negative, not finite or above a century."""
+    if isinstance(value, timedelta):
+        seconds = value.total_seconds()
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = value
     else:
-        seconds = delay
-    if not 0 <= seconds <= MAX_DELAY.total_seconds():  # false for NaN too
-        raise EnqueueError("delay: must be between 0 and 100 years")
-    return delay if isinstance(delay, timedelta) else timedelta(seconds=seconds)
+        raise complaint(f"{name}: seconds or a timedelta are needed, not {_type_name(value)}")
+    if not 0 <= seconds <= MAX_TIME.total_seconds():  # false for NaN too
+        raise complaint(f"{name}: must be between 0 and 100 years")
+    return value if isinstance(value, timedelta) else timedelta(seconds=seconds)
 
 
 def encode_payload(payload: object, max_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES) -> str:
@@ -231,7 +232,9 @@ def _fault_in_json(name: str, body: bytes) -> str | None:
 def _fault_lost_in_json(name: str, value: object, body: bytes) -> str | None:
     """What the JSON no longer shows: keys that were no strings; NaN, which pydantic models write as null."""
     if isinstance(value, BaseModel) or is_dataclass(value):
-        return _find_fault(name, value) if b"null" in body else None
+        if b"null" in body and b"null" in to_json(value, exclude_none=True, fallback=_mapping_as_dict):
+            return _find_fault(name, value)
+        return None
     return None if _is_plain(value) else _find_fault(name, value)
 
 
@@ -241,6 +244,10 @@ def _reads_back(body: bytes) -> bool:
     except ValueError:
         return False
     return True
+
+
+_LONG_INTEGER = 10**MAX_INTEGER_DIGITS
+_LONG_INTEGER_FAULT = f"an integer of more than {MAX_INTEGER_DIGITS:,} digits can't be read back"
 
 
 class _LongInteger:
@@ -281,18 +288,18 @@ def _walk(path: str, value: object, ancestors: tuple[int, ...]) -> str | None:
     if isinstance(value, str):
         wrong = _wrong_with_text(value)
         return f"{_short(path)}: {wrong}" if wrong else None
-    if isinstance(value, float):
+    if isinstance(value, float | Decimal):
         return None if math.isfinite(value) else f"{_short(path)}: NaN and infinity are not JSON"
-    if isinstance(value, _LongInteger) or (isinstance(value, int) and abs(value) >= 10**MAX_INTEGER_DIGITS):
-        return f"{_short(path)}: an integer of more than {MAX_INTEGER_DIGITS:,} digits can't be read back"
     if isinstance(value, int):
-        return None
+        return None if abs(value) < _LONG_INTEGER else f"{_short(path)}: {_LONG_INTEGER_FAULT}"
+    if isinstance(value, _LongInteger):
+        return f"{_short(path)}: {_LONG_INTEGER_FAULT}"
     if id(value) in ancestors:
         return f"{_short(path)}: refers back to something that contains it"
     if len(ancestors) >= MAX_DEPTH:
         return f"{_short(path)}: nested deeper than {MAX_DEPTH} levels"
     ancestors = (*ancestors, id(value))
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | Mapping):  # dict first: the check for a Mapping is slow
         return _walk_mapping(path, value, ancestors)
     if isinstance(value, list | tuple):
         return _first(_walk(f"{path}[{index}]", item, ancestors) for index, item in enumerate(value))
