@@ -59,67 +59,65 @@ comment on table pulse.migration is 'Applied migration files. oldest_code: the o
 -- Tables
 ------------------------------------------------------------------------------------------------------------------------
 
+create type pulse.status as enum ('PENDING', 'RUNNING', 'COMPLETED', 'RETRYING', 'DEAD_LETTERED', 'DISCARDED');
+
+-- The order of the columns is for speed: an update compares every indexed column of the old and the new row, and finds
+-- those fastest that stand before the first null and the first text.
 create table pulse.outbox (
-  event_id              uuid        not null,
-  seq                   bigint      not null generated always as identity,
-  next_run_at           timestamptz not null default clock_timestamp(),
-  created_at            timestamptz not null default clock_timestamp(),
+  event_id              uuid         not null,
+  seq                   bigint       not null generated always as identity,
+  next_run_at           timestamptz  not null default clock_timestamp(),
+  created_at            timestamptz  not null default clock_timestamp(),
+  generation            bigint       not null default 0,
+  lease_seq             bigint       not null default 0,
+  attempts              integer      not null default 0,
+  snoozes               integer      not null default 0,     -- how often the handler asked for later, in this cycle
+  status                pulse.status not null default 'PENDING',
+  priority              smallint     not null default 0,
+  lapses                smallint     not null default 0,
+  parked                boolean      not null default false, -- waits for an earlier event of its ordering key
+  holds_key             boolean      not null default true,  -- as a dead letter it keeps later events of its key waiting
+  alone                 boolean      not null default false, -- the present claim runs with nothing beside it
   lease_until           timestamptz,
-  first_failed_at       timestamptz,
   completed_at          timestamptz,
   alerted_at            timestamptz,
-  generation            bigint      not null default 0,
-  lease_seq             bigint      not null default 0,
+  topic                 text         not null collate "C",
+  ordering_key          text         collate "C",
+  idempotency_key       text         not null collate "C",
   claim_token           uuid,
-  alert_id              uuid,
-  attempts              integer     not null default 0,
   max_attempts          integer,
-  producer_max_attempts integer,
-  snoozes               integer     not null default 0,
-  priority              smallint    not null default 0,
-  lapses                smallint    not null default 0,
-  parked                boolean     not null default false,
-  alone                 boolean     not null default false,
-  status                text        not null default 'PENDING' collate "C",
-  topic                 text        not null collate "C",
-  idempotency_key       text        not null collate "C",
-  ordering_key          text        collate "C",
-  dead_key              text        not null default 'hold' collate "C",
+  producer_max_attempts integer,                             -- the producer's own budget, if it gave one
+  locked_by             text,
+  payload               jsonb        not null,
+  headers               jsonb        not null default '{}',
   source                text,
   target                text,
-  locked_by             text,
+  first_failed_at       timestamptz,
   last_error            text,
-  payload               jsonb       not null,
-  headers               jsonb       not null default '{}',
   last_failure          jsonb,
-  failure_history       jsonb       not null default '[]',
+  failure_history       jsonb        not null default '[]',
+  alert_id              uuid,
 
   constraint outbox_pkey primary key (event_id),
-  constraint outbox_status_known check (
-    status in ('PENDING', 'RUNNING', 'COMPLETED', 'RETRYING', 'DEAD_LETTERED', 'DISCARDED')),
-  -- A lease without RUNNING and RUNNING without a lease are both impossible.
-  constraint outbox_lease_is_running check (
-    case status
-      when 'RUNNING' then lease_until is not null and locked_by is not null and claim_token is not null
-                          and max_attempts is not null
+  constraint outbox_lease_means_running check (
+    case when status = 'RUNNING'
+      then lease_until is not null and locked_by is not null and claim_token is not null and max_attempts is not null
       else lease_until is null and locked_by is null
     end),
   constraint outbox_ended_has_a_time check (
     (completed_at is not null) = (status in ('COMPLETED', 'DEAD_LETTERED', 'DISCARDED'))),
   constraint outbox_parked_waits check (
     not parked or (ordering_key is not null and status in ('PENDING', 'RETRYING'))),
-  constraint outbox_counters check (
+  constraint outbox_numbers check (
     attempts >= 0 and snoozes >= 0 and lapses >= 0 and lease_seq >= 0 and generation >= 0
-    and max_attempts >= 1 and producer_max_attempts >= 1),
-  constraint outbox_priority_range check (priority between -9 and 9),
-  constraint outbox_topic_length check (char_length(topic) between 1 and 200),
-  -- Keys are index entries: 400 characters of four bytes still fit.
+    and priority between -9 and 9 and max_attempts >= 1 and producer_max_attempts >= 1),
+  -- Keys are index entries: 400 characters of four bytes still fit. Bytes are counted first because that is cheaper.
+  constraint outbox_topic_length check (
+    topic <> '' and (octet_length(topic) <= 200 or char_length(topic) <= 200)),
   constraint outbox_key_lengths check (
-    char_length(idempotency_key) between 1 and 400 and char_length(ordering_key) between 1 and 400),
-  constraint outbox_dead_key_known check (dead_key in ('hold', 'skip')),
-  constraint outbox_error_size check (octet_length(last_error) <= 8192),
-  constraint outbox_json_shapes check (
-    jsonb_typeof(headers) = 'object' and jsonb_typeof(failure_history) = 'array')
+    idempotency_key <> '' and (octet_length(idempotency_key) <= 400 or char_length(idempotency_key) <= 400)
+    and ordering_key <> '' and (octet_length(ordering_key) <= 400 or char_length(ordering_key) <= 400)),
+  constraint outbox_error_size check (octet_length(last_error) <= 8192)
 );
 comment on table pulse.outbox is 'One row is one job: state, retry budget, lease and evidence.';
 
@@ -138,7 +136,7 @@ create unique index outbox_idempotency on pulse.outbox (topic, idempotency_key)
 -- Whose turn it is: the first entry of an ordering key is its head.
 create index outbox_keys on pulse.outbox (ordering_key, seq)
   where ordering_key is not null
-    and (status in ('PENDING', 'RETRYING', 'RUNNING') or (status = 'DEAD_LETTERED' and dead_key = 'hold'));
+    and (status in ('PENDING', 'RETRYING', 'RUNNING') or (status = 'DEAD_LETTERED' and holds_key));
 
 -- Of one key two can never run at once, whatever a claim believes.
 create unique index outbox_one_running_per_key on pulse.outbox (ordering_key)
@@ -291,18 +289,18 @@ begin
   loop
     insert into pulse.outbox (
       event_id, topic, payload, headers, source, target, idempotency_key, ordering_key, priority, generation,
-      producer_max_attempts, max_attempts, next_run_at, created_at, dead_key, parked)
+      producer_max_attempts, max_attempts, next_run_at, created_at, holds_key, parked)
     values (
       v_event_id, p_topic, p_payload, coalesce(p_headers, '{}'), p_source, p_target,
       coalesce(p_idempotency_key, v_event_id::text), p_ordering_key, coalesce(p_priority, 0::smallint), coalesce(p_generation, 0),
-      p_max_attempts, p_max_attempts, greatest(p_run_at, v_now), v_now, coalesce(p_dead_key, 'hold'),
+      p_max_attempts, p_max_attempts, greatest(p_run_at, v_now), v_now, coalesce(p_dead_key, 'hold') = 'hold',
       -- Born waiting when an earlier event of its key is unfinished. If that one ends before this transaction commits,
       -- nobody sees this row in time to unpark it: outbox_heal does.
       p_ordering_key is not null and exists (
         select 1
           from pulse.outbox o
          where o.ordering_key = p_ordering_key
-           and (o.status in ('PENDING', 'RETRYING', 'RUNNING') or (o.status = 'DEAD_LETTERED' and o.dead_key = 'hold'))))
+           and (o.status in ('PENDING', 'RETRYING', 'RUNNING') or (o.status = 'DEAD_LETTERED' and o.holds_key))))
     on conflict do nothing;
     exit when found;
 
@@ -350,14 +348,14 @@ begin
       from unnest(p_event_ids, p_tokens) as c (event_id, token)
       join pulse.outbox o on o.event_id = c.event_id
      where o.claim_token = c.token
-       and o.status = 'RUNNING'
+       and o.lease_until is not null      -- RUNNING, said so that the planner can't turn to the index of leases
        for update of o skip locked);
 end
 $$;
 
 -- The answer for those of the given claims that a call did not settle: 'locked' (try again) or 'lost' (never yours again).
 -- Nothing is said of a claim that an earlier call has settled in the wanted way: its answer was lost, not its result.
-create function pulse.unsettled(p_event_ids uuid[], p_tokens uuid[], p_wanted text[], p_gone_is_done boolean default false)
+create function pulse.unsettled(p_event_ids uuid[], p_tokens uuid[], p_wanted pulse.status[], p_gone_is_done boolean default false)
 returns table (event_id uuid, answer text)
 language sql volatile
 set search_path = pg_catalog, pg_temp
@@ -400,7 +398,7 @@ begin
                         from pulse.outbox h
                        where h.ordering_key = k.ordering_key
                          and (h.status in ('PENDING', 'RETRYING', 'RUNNING')
-                              or (h.status = 'DEAD_LETTERED' and h.dead_key = 'hold'))
+                              or (h.status = 'DEAD_LETTERED' and h.holds_key))
                        order by h.ordering_key, h.seq
                        limit 1) as head
               where head.parked))
@@ -458,7 +456,7 @@ begin
            case
              when f.terminal or o.attempts - c.refund >= o.max_attempts then 'DEAD_LETTERED'
              else 'RETRYING'
-           end as status
+           end::pulse.status as status
       from pulse.outbox o
       join unnest(p_event_ids, p_errors, p_failures, p_delays, p_terminal)
              as f (event_id, error, failure, delay, terminal)
@@ -481,7 +479,7 @@ begin
          claim_token     = case when not p_reaped then o.claim_token end
     from decided d
    where o.ctid = d.row
-  returning o.event_id, o.status, o.topic, o.attempts, o.max_attempts, o.lapses, o.last_error;
+  returning o.event_id, o.status::text, o.topic, o.attempts, o.max_attempts, o.lapses, o.last_error;
 
   -- A dead letter that lets its key go on ends its turn; one that holds it stays the head.
   v_keys := array(
@@ -490,7 +488,7 @@ begin
      where o.event_id = any (p_event_ids)
        and o.ordering_key is not null
        and o.status = 'DEAD_LETTERED'
-       and o.dead_key = 'skip');
+       and not o.holds_key);
   if cardinality(v_keys) > 0 then
     perform pulse.unpark(v_keys, p_now);
   end if;
@@ -587,7 +585,7 @@ begin
                  from pulse.outbox h
                 where h.ordering_key = c.ordering_key
                   and (h.status in ('PENDING', 'RETRYING', 'RUNNING')
-                       or (h.status = 'DEAD_LETTERED' and h.dead_key = 'hold'))
+                       or (h.status = 'DEAD_LETTERED' and h.holds_key))
                 order by h.ordering_key, h.seq
                 limit 1) as head
         left join lateral (
@@ -606,7 +604,7 @@ begin
     select b.event_id
       from pulse.outbox b
      where b.event_id = any (v_blockers)
-       and (b.status in ('PENDING', 'RETRYING', 'RUNNING') or (b.status = 'DEAD_LETTERED' and b.dead_key = 'hold'))
+       and (b.status in ('PENDING', 'RETRYING', 'RUNNING') or (b.status = 'DEAD_LETTERED' and b.holds_key))
        for no key update skip locked);
 
   update pulse.outbox o
@@ -907,7 +905,7 @@ begin
   perform pulse.record_failure(
     v_rows, p_event_ids, p_errors, p_failures, p_delays, p_terminal, false, false, coalesce(p_now, clock_timestamp()));
   return query
-  select o.event_id, o.status
+  select o.event_id, o.status::text
     from pulse.outbox o
     join unnest(p_event_ids, p_tokens) as c (event_id, token) on c.event_id = o.event_id
    where o.claim_token = c.token
@@ -960,7 +958,7 @@ declare
 begin
   with released as (
     update pulse.outbox o
-       set status      = case when o.attempts > 1 or o.snoozes > 0 or o.lapses > 0 then 'RETRYING' else 'PENDING' end,
+       set status      = (case when o.attempts > 1 or o.snoozes > 0 or o.lapses > 0 then 'RETRYING' else 'PENDING' end)::pulse.status,
            attempts    = o.attempts - 1,
            next_run_at = coalesce(p_now, clock_timestamp()),
            lease_until = null,
@@ -1006,7 +1004,7 @@ begin
     array_fill(jsonb_build_object('error_class', 'WorkerDied', 'verdict', 'transient', 'rule', 'worker.died'), array[cardinality(v_rows)]),
     v_delays, array_fill(false, array[cardinality(v_rows)]), true, false, coalesce(p_now, clock_timestamp()));
   return query
-  select o.event_id, o.status
+  select o.event_id, o.status::text
     from pulse.outbox o
     join unnest(p_event_ids, p_tokens) as c (event_id, token) on c.event_id = o.event_id
    where o.claim_token = c.token
@@ -1109,7 +1107,7 @@ begin
       into v_key, v_parked
       from pulse.outbox o
      where o.ordering_key > v_key
-       and (o.status in ('PENDING', 'RETRYING', 'RUNNING') or (o.status = 'DEAD_LETTERED' and o.dead_key = 'hold'))
+       and (o.status in ('PENDING', 'RETRYING', 'RUNNING') or (o.status = 'DEAD_LETTERED' and o.holds_key))
      order by o.ordering_key, o.seq
      limit 1;
     exit when not found;
@@ -1169,13 +1167,13 @@ $$;
 ------------------------------------------------------------------------------------------------------------------------
 
 -- Locks an event that an operator wants to change, and refuses when it isn't there or in no state for it.
-create function pulse.hold_event(p_event_id uuid, p_statuses text[], p_verb text) returns void
+create function pulse.hold_event(p_event_id uuid, p_statuses pulse.status[], p_verb text) returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 as $$
 declare
-  v_status text;
+  v_status pulse.status;
 begin
   select o.status into v_status from pulse.outbox o where o.event_id = p_event_id for update;
   if not found then
@@ -1386,7 +1384,7 @@ select o.event_id,
        o.first_failed_at,
        o.generation,
        o.ordering_key,
-       o.dead_key,
+       o.holds_key,
        jsonb_array_length(o.failure_history) as earlier_cycles,
        o.alert_id,
        o.alerted_at,
@@ -1431,7 +1429,7 @@ begin
     grant usage on schema pulse to pulse_producer;
     grant select on pulse.migration to pulse_producer;
     grant insert (event_id, topic, payload, headers, source, target, idempotency_key, ordering_key, priority, generation,
-                  producer_max_attempts, next_run_at, dead_key, parked) on pulse.outbox to pulse_producer;
+                  producer_max_attempts, next_run_at, holds_key, parked) on pulse.outbox to pulse_producer;
     grant execute on function
       pulse.uuid7(),
       pulse.outbox_wake(text[]),
