@@ -30,10 +30,11 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 it failed, 2 wrong usage."""
+    args = argparse.Namespace()
     try:
         # argparse writes help and usage itself and then exits.
         parser, command = build_parser(sys.argv[1:] if argv is None else argv)
-        args = parser.parse_args(argv)
+        parser.parse_args(argv, args)
         if command is None:
             parser.print_help()
             return WRONG_USAGE
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         with contextlib.suppress(BrokenPipeError):
             sys.stdout.flush()
-        print(f"pulse-outbox: {one_line(error)}", file=sys.stderr)
+        print(f"pulse-outbox: {one_line(error, args)}", file=sys.stderr)
         return WRONG_USAGE if isinstance(error, SettingsError) else FAILED
     return code
 
@@ -86,7 +87,7 @@ Exit codes: 0 done, 1 it failed, 2 wrong usage. PULSE_OUTBOX_TRACEBACK=1 shows w
     return parser, command
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: Exception, args: argparse.Namespace) -> str:
     """What went wrong and what to do about it, without the password of any DSN."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, OutboxError):
@@ -97,10 +98,10 @@ def one_line(error: Exception) -> str:
         from pulse_outbox.commands.database import describe_unreachable, without_secrets
 
         if error.sqlstate is None and isinstance(error, psycopg.OperationalError):
-            return describe_unreachable(error)
+            return describe_unreachable(error, args)
         # Only the primary message: DETAIL may quote the values of a row.
         text = error.diag.message_primary or text
-        return f"the database refused: {without_secrets(text)} (SQLSTATE {error.sqlstate})"
+        return f"the database refused: {without_secrets(text, args)} (SQLSTATE {error.sqlstate})"
     return f"{type(error).__name__}: {text}: not expected, PULSE_OUTBOX_TRACEBACK=1 shows where it came from"
 
 

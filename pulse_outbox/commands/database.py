@@ -12,8 +12,6 @@ from pulse_outbox.errors import SettingsError
 if TYPE_CHECKING:
     import argparse
 
-_dsns: set[str] = set()
-
 
 def add_database_arguments(parser: argparse.ArgumentParser) -> None:
     # No value of the environment becomes a default here: help would print it.
@@ -33,7 +31,6 @@ def dsn_of(args: argparse.Namespace) -> str:
         raise SettingsError(
             "no database given: use --dsn or set PULSE_OUTBOX_DSN (postgresql://user@host/name)"
         )
-    _dsns.add(dsn)
     return str(dsn)
 
 
@@ -42,27 +39,33 @@ def schema_of(args: argparse.Namespace) -> str:
     return "pulse" if schema is None else str(schema)
 
 
-def describe_unreachable(error: Exception) -> str:
+def describe_unreachable(error: Exception, args: argparse.Namespace) -> str:
     """Why there is no connection, in libpq's words, unless those may hold a piece of a password."""
-    if any(re.search("[@/]", secret) for dsn in _dsns for secret in _secrets(dsn)):
+    if any(re.search("[@/]", secret) for secret in _secrets(args)):
         # libpq ends the password at the first of these and takes the rest for a host, which it then names.
         return (
             "cannot reach the database: check that the server is up, and --dsn, in which @ and / inside a "
             "password are written %40 and %2F"
         )
-    reason = without_secrets(" ".join(str(error).split()))
+    reason = without_secrets(" ".join(str(error).split()), args)
     return f"cannot reach the database: {reason}: check --dsn and that the server is up"
 
 
-def without_secrets(text: str) -> str:
-    """The text with every password of this process's DSNs starred out."""
-    for dsn in _dsns:
-        for secret in _secrets(dsn):
-            text = text.replace(secret, "***").replace(unquote(secret), "***")
+def without_secrets(text: str, args: argparse.Namespace) -> str:
+    """The text with every password of the command's DSNs starred out."""
+    for secret in _secrets(args):
+        text = text.replace(secret, "***").replace(unquote(secret), "***")
     return text
 
 
-def _secrets(dsn: str) -> set[str]:
+def _secrets(args: argparse.Namespace) -> set[str]:
+    """Any argument may be a DSN; one without a password adds nothing."""
+    texts = {value for value in vars(args).values() if isinstance(value, str)}
+    texts.add(os.environ.get("PULSE_OUTBOX_DSN", ""))
+    return {secret for text in texts for secret in _secrets_of(text)}
+
+
+def _secrets_of(dsn: str) -> set[str]:
     found = {secret.strip("'") for secret in re.findall(r"password\s*=\s*('(?:[^'\\]|\\.)*'|[^\s&]+)", dsn)}
     if "://" in dsn:
         found.add(dsn.partition("://")[2].rpartition("@")[0].partition(":")[2])

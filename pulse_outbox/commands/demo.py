@@ -1,5 +1,4 @@
 """`pulse-outbox demo`: the schema, and one event written in the application's own transaction."""
-# ruff: noqa: T201
 
 from __future__ import annotations
 

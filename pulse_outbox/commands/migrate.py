@@ -1,5 +1,4 @@
 """`pulse-outbox migrate`: apply the numbered files, check them, or print them."""
-# ruff: noqa: T201
 
 from __future__ import annotations
 
