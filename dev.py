@@ -42,7 +42,7 @@ CHECKS: dict[str, list[str]] = {
     "ruff check": ["ruff", "check", "."],
     "ruff format": ["ruff", "format", "--check", "."],
     "mypy": ["mypy", "--strict"],
-    "import-linter": ["lint-imports"],
+    "import-linter": ["lint-imports", "--no-logo"],
 }
 TESTS: dict[str, list[str]] = {"pytest": ["pytest", "-n", "2"]}
 
