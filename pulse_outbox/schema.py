@@ -663,6 +663,7 @@ def sql(
     schema: str = DEFAULT_SCHEMA,
     *,
     transactions: bool = True,
+    lock_timeout: float | timedelta = 5,
     migrations: Sequence[Migration] | None = None,
 ) -> str:
     """The migrations *first* to *last* as text, which leaves the same schema as `migrate` does.
@@ -674,22 +675,22 @@ def sql(
     check_schema_name(schema)
     shipped = find_migrations() if migrations is None else migrations
     last = len(shipped) if last is None else last
+    begin = f"begin;\n{_settings(_seconds(lock_timeout))}" if transactions else ""
+    commit = "commit;\n" if transactions else ""
     chosen = [migration for migration in shipped if first <= migration.version <= last]
     if not chosen or last > len(shipped):
         raise SettingsError(
             f"there is no migration {first} to {last}: this release ships 1 to {len(shipped)}"
         )
-    return "\n".join(_printed(migration, schema, transactions) for migration in chosen)
+    return "\n".join(_printed(migration, schema, begin, commit) for migration in chosen)
 
 
-def _printed(migration: Migration, schema: str, transaction: bool) -> str:
+def _printed(migration: Migration, schema: str, begin: str, commit: str) -> str:
     version, table = migration.version, f'"{schema}".migration'
     if version == 1:
         out_of_turn = f"to_regclass('{table}') is not null"
     else:
         out_of_turn = f"(select max(version) from {table}) is distinct from {version - 1}"  # noqa: S608
-    begin = f"begin;\n{_settings(5)}" if transaction else ""
-    commit = "commit;\n" if transaction else ""
     # The only piece that comes from outside is the schema's name, and that has been checked.
     return f"""\
 -- {migration.label} for schema {schema}, printed by pulse-outbox {__version__}

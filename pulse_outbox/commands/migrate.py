@@ -74,8 +74,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_sql(args: argparse.Namespace) -> int:
-    first = 1 if args.first is None else args.first
-    print(schemas.sql(first, args.last, schema_of(args), transactions=not args.no_transaction))
+    text = schemas.sql(
+        1 if args.first is None else args.first,
+        args.last,
+        schema_of(args),
+        transactions=not args.no_transaction,
+        lock_timeout=args.lock_timeout,
+    )
+    print(text)
     return 0
 
 

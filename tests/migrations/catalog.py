@@ -64,7 +64,9 @@ def fingerprint(dsn: str, schema: str) -> dict[str, list[str]]:
         owner = _owner(conn, schema)
         for kind, query in QUERIES.items():
             rows = conn.execute(query.encode(), {"schema": schema, "quoted": f'"{schema}"'})
-            found[kind] = sorted(repr(tuple(_without_owner(value, owner) for value in row)) for row in rows)
+            found[kind] = sorted(
+                " | ".join(str(_without_owner(value, owner)) for value in row) for row in rows
+            )
         rows = conn.execute(f'select version, name, oldest_code, checksum from "{schema}".migration'.encode())
         found["migrations"] = sorted(map(repr, rows))
     return found
