@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields, is_dataclass
 from datetime import datetime, timedelta
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypedDict, TypeVar
 from uuid import UUID
 
 from pydantic import BaseModel
@@ -147,15 +147,15 @@ class NewEvent:
     dead_key: Literal["hold", "skip"] = "hold"
 
     def __post_init__(self) -> None:
-        _check_text("topic", self.topic, MAX_TOPIC_CHARACTERS)
+        check_text("topic", self.topic, MAX_TOPIC_CHARACTERS)
         if self.idempotency_key is not None:
-            _check_text("idempotency_key", self.idempotency_key)
+            check_text("idempotency_key", self.idempotency_key)
         if self.ordering_key is not None:
-            _check_text("ordering_key", self.ordering_key)
+            check_text("ordering_key", self.ordering_key)
         if self.source is not None:
-            _check_text("source", self.source)
+            check_text("source", self.source)
         if self.target is not None:
-            _check_text("target", self.target)
+            check_text("target", self.target)
         _check_integer("priority", self.priority, -9, 9)
         _check_integer("generation", self.generation, 0, 2**63 - 1)
         if self.max_attempts is not None:
@@ -172,6 +172,23 @@ class NewEvent:
                 raise EnqueueError("run_at and delay: give one of them, not both")
         if self.delay is not None:
             as_timedelta("delay", self.delay)
+
+
+class EventOptions(TypedDict, total=False):
+    """What `enqueue` takes beside topic and payload; the meanings are those of NewEvent."""
+
+    idempotency_key: str | None
+    ordering_key: str | None
+    headers: Mapping[str, object] | None
+    priority: int
+    run_at: datetime | None
+    delay: float | timedelta | None
+    max_attempts: int | None
+    generation: int
+    source: str | None
+    target: str | None
+    event_id: UUID | None
+    dead_key: Literal["hold", "skip"]
 
 
 def as_timedelta(name: str, value: object, complaint: type[OutboxError] = EnqueueError) -> timedelta:
@@ -356,15 +373,21 @@ def _wrong_with_text(text: str) -> str | None:
     return None
 
 
-def _check_text(name: str, text: str, max_characters: int = MAX_KEY_CHARACTERS) -> None:
+def check_text(
+    name: str,
+    text: object,
+    max_characters: int = MAX_KEY_CHARACTERS,
+    complaint: type[OutboxError] = EnqueueError,
+) -> None:
+    """Refuses what can't be a topic, a key or another short text of the row."""
     if not isinstance(text, str):
-        raise EnqueueError(f"{name}: a string is needed, not {_type_name(text)}")
+        raise complaint(f"{name}: a string is needed, not {_type_name(text)}")
     if not text:
-        raise EnqueueError(f"{name}: must not be empty")
+        raise complaint(f"{name}: must not be empty")
     if len(text) > max_characters:
-        raise EnqueueError(f"{name}: {len(text):,} characters, above the limit of {max_characters}")
+        raise complaint(f"{name}: {len(text):,} characters, above the limit of {max_characters}")
     if wrong := _wrong_with_text(text):
-        raise EnqueueError(f"{name}: {wrong}")
+        raise complaint(f"{name}: {wrong}")
 
 
 def _check_integer(name: str, value: int, lowest: int, highest: int) -> None:
