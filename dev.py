@@ -165,9 +165,10 @@ def uv_installer() -> list[Callable[[], None]]:
 
 
 def pip_installers() -> list[Callable[[], None]]:
-    pip = find_pip()
-    has_ensurepip = importlib.util.find_spec("ensurepip") is not None
-    if not pip and not has_ensurepip:
+    python = str(BIN / "python")
+    outside = outside_pip(python)
+    ensurepip = importlib.util.find_spec("ensurepip")
+    if not outside and not (ensurepip and ensurepip.origin):
         return []
 
     def install() -> None:
@@ -175,33 +176,31 @@ def pip_installers() -> list[Callable[[], None]]:
         remove_venv()
         # Making the environment without pip and installing from outside works on Debian, whose venv may
         # lack ensurepip; it is also quicker. requirements-dev.txt brings a pip of its own.
-        quietly([interpreter(), "-m", "venv", *(["--without-pip"] if pip else []), str(VENV)])
-        python = str(BIN / "python")
-        outside = [*pip, "--python", python] if pip else [python, "-m", "pip"]
-        quietly([*outside, "install", "--quiet", "--require-hashes", "-r", str(REQUIREMENTS)])
+        quietly([interpreter(), "-m", "venv", *(["--without-pip"] if outside else []), str(VENV)])
+        inside = [python, "-m", "pip"]
+        quietly([*(outside or inside), "install", "--quiet", "--require-hashes", "-r", str(REQUIREMENTS)])
         say("installing the project (editable)")
-        inside = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-        quietly([*inside, "-e", str(ROOT)])
+        quietly([*inside, "install", "--quiet", "--no-deps", "--no-build-isolation", "-e", str(ROOT)])
 
     return [install]
 
 
-def find_pip() -> list[str]:
-    """A pip new enough to install into another environment (`--python`, since 22.3)."""
-    candidates = [
-        [interpreter(), "-m", "pip"],
-        *([path] for path in map(shutil.which, ("pip3", "pip")) if path),
-    ]
-    for pip in candidates:
-        known = subprocess.run(
-            [*pip, "--python", interpreter(), "--version"],
-            capture_output=True,
-            env=environment(),
-            check=False,
-        )
-        if known.returncode == 0:
-            return pip
+def outside_pip(python: str) -> list[str]:
+    """A pip that can install for *python*, which has none (since 22.3); empty if there is no such pip."""
+    # This file is how `pip --python` does it. Started directly, pip is our child and ends when we do.
+    find_runner = "import os, pip; print(os.path.join(pip.__path__[0], '__pip-runner__.py'))"
+    runner = answer_of([interpreter(), "-c", find_runner]).strip()
+    if runner and Path(runner).exists():
+        return [python, runner]
+    for pip in filter(None, map(shutil.which, ("pip3", "pip"))):
+        if answer_of([pip, "--python", interpreter(), "--version"]):
+            return [pip, "--python", python]
     return []
+
+
+def answer_of(command: list[str]) -> str:
+    answer = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    return answer.stdout if answer.returncode == 0 else ""
 
 
 def interpreter() -> str:
