@@ -355,13 +355,15 @@ def test_another_migrate_that_never_ends_is_named(empty_dsn, monkeypatch):
             migrate(empty_dsn)
 
 
-def test_limits_of_the_role_and_a_hostile_search_path_do_not_matter(empty_dsn):
+def test_settings_of_the_role_do_not_matter(empty_dsn):
     """Many installations give their roles a short statement_timeout and a search_path."""
-    options = "-c statement_timeout=1 -c search_path=nowhere -c default_transaction_isolation=serializable"
+    options = "-c statement_timeout=1 -c search_path=public -c default_transaction_isolation=serializable"
+    files = shipped_and("look", "create table pulse.seen as select current_setting('search_path') as path;")
 
-    migrate(make_conninfo(empty_dsn, options=options))
+    migrate(make_conninfo(empty_dsn, options=options), migrations=files)
 
-    assert schema.check(empty_dsn).state == "current"
+    with psycopg.connect(empty_dsn) as conn:
+        assert conn.execute("select path from pulse.seen").fetchall() == [("pg_catalog, pg_temp",)]
 
 
 def test_a_pooler_is_refused(empty_dsn, monkeypatch):
