@@ -509,8 +509,10 @@ $$;
 
 -- The lanes that have work, now or later, each with its first row: where a claim may start, and until when one may sleep.
 -- It jumps from lane to lane in the index and never walks along one. Paused topics and other generations are left out.
-create function pulse.outbox_lanes(p_topics text[], p_generations bigint[] default null)
-returns table (topic text, generation bigint, lapses smallint, priority smallint, next_run_at timestamptz, seq bigint)
+-- due_in: seconds until the first row is due, on the database's clock; negative when it is.
+create function pulse.outbox_lanes(p_topics text[], p_generations bigint[] default null, p_now timestamptz default null)
+returns table (topic text, generation bigint, lapses smallint, priority smallint, next_run_at timestamptz, seq bigint,
+               due_in double precision)
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
@@ -546,6 +548,7 @@ begin
         priority := v_at.priority;
         next_run_at := v_at.next_run_at;
         seq := v_at.seq;
+        due_in := extract(epoch from v_at.next_run_at - coalesce(p_now, clock_timestamp()));
         return next;
       else
         v_at.lapses := 32767;      -- on to the next generation
@@ -748,7 +751,7 @@ begin
 
   v_paused := pulse.paused_topics();
   if v_lanes is null then
-    select jsonb_agg(to_jsonb(l) - array['next_run_at', 'seq']
+    select jsonb_agg(to_jsonb(l) - array['next_run_at', 'seq', 'due_in']
                      order by hashtextextended(l.topic, hashtextextended(p_token::text, 0)), l.topic, l.priority desc, l.generation, l.lapses),
            count(distinct l.topic)
       into v_lanes, v_topics
@@ -1445,7 +1448,7 @@ begin
       pulse.uuid7(),
       pulse.outbox_wake(text[]),
       pulse.outbox_enqueue(text, jsonb, text, text, jsonb, smallint, timestamptz, integer, bigint, text, text, uuid, text, timestamptz),
-      pulse.outbox_lanes(text[], bigint[]),
+      pulse.outbox_lanes(text[], bigint[], timestamptz),
       pulse.outbox_claim(uuid, text, text[], integer, interval, integer[], bigint[], integer, jsonb, boolean, boolean, timestamptz),
       pulse.outbox_heartbeat(uuid[], uuid[], interval, timestamptz),
       pulse.outbox_complete(uuid[], uuid[], boolean, timestamptz),
@@ -1465,7 +1468,7 @@ begin
     grant usage on schema pulse to pulse_operator;
     grant select on all tables in schema pulse to pulse_operator;
     grant execute on function
-      pulse.outbox_lanes(text[], bigint[]),
+      pulse.outbox_lanes(text[], bigint[], timestamptz),
       pulse.outbox_replay(uuid, bigint, text, timestamptz),
       pulse.outbox_discard(uuid, text, text, timestamptz),
       pulse.outbox_pause(text, text, text, timestamptz),
