@@ -1170,32 +1170,42 @@ $$;
 ------------------------------------------------------------------------------------------------------------------------
 
 -- Locks an event that an operator wants to change, and refuses when it isn't there or in no state for it.
-create function pulse.hold_event(p_event_id uuid, p_statuses pulse.status[], p_verb text) returns void
+-- False: it has been changed by this very request, whose answer was lost.
+create function pulse.hold_event(p_event_id uuid, p_statuses pulse.status[], p_verb text, p_request uuid) returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 as $$
 declare
-  v_status pulse.status;
+  v_status  pulse.status;
+  v_request text;
 begin
-  select o.status into v_status from pulse.outbox o where o.event_id = p_event_id for update;
+  select o.status, o.failure_history -> -1 ->> 'request'
+    into v_status, v_request
+    from pulse.outbox o
+   where o.event_id = p_event_id
+     for update;
   if not found then
     raise exception 'no event %', coalesce(p_event_id::text, 'null')
       using errcode = 'PO001', hint = 'Events that completed may have been pruned.';
+  end if;
+  if v_request = p_request::text then
+    return false;
   end if;
   if v_status <> all (p_statuses) then
     raise exception 'event % is %; only % can be %', p_event_id, v_status, array_to_string(p_statuses, ', '), p_verb
       using errcode = 'PO002';
   end if;
+  return true;
 end
 $$;
 
 -- The current cycle as an entry of failure_history.
-create function pulse.failure_cycle(o pulse.outbox) returns jsonb
+create function pulse.failure_cycle(o pulse.outbox, p_request uuid) returns jsonb
 language sql stable
 set search_path = pg_catalog, pg_temp
 as $$
-  select jsonb_build_object(
+  select case when p_request is null then '{}' else jsonb_build_object('request', p_request) end || jsonb_build_object(
     'attempts', o.attempts,
     'last_error', o.last_error,
     'last_failure', o.last_failure,
@@ -1206,7 +1216,9 @@ $$;
 
 -- DEAD_LETTERED -> PENDING, in place: the ended cycle becomes an entry of failure_history and a new one begins.
 -- Two at once make one entry: the second waits for the row, and finds that it isn't dead any more.
-create function pulse.outbox_replay(event_id uuid, p_new_generation bigint, p_replayed_by text, p_now timestamptz default null)
+-- p_request: any id of the caller's; a call that is repeated with it, because the answer was lost, changes nothing.
+create function pulse.outbox_replay(
+  event_id uuid, p_new_generation bigint, p_replayed_by text, p_request uuid default null, p_now timestamptz default null)
 returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -1223,12 +1235,15 @@ begin
   elsif coalesce(p_replayed_by, '') = '' then
     raise exception 'replayed_by must say who replays' using errcode = 'PO003';
   end if;
-  perform pulse.hold_event(v_event_id, '{DEAD_LETTERED}', 'replayed');
+  if not pulse.hold_event(v_event_id, '{DEAD_LETTERED}', 'replayed', p_request) then
+    return;
+  end if;
 
   v_now := coalesce(p_now, clock_timestamp());
   update pulse.outbox o
      set failure_history = o.failure_history || jsonb_build_array(
-                             pulse.failure_cycle(o) || jsonb_build_object('replayed_by', p_replayed_by, 'replayed_at', v_now)),
+                             pulse.failure_cycle(o, p_request) || jsonb_build_object(
+                               'replayed_by', p_replayed_by, 'replayed_at', v_now)),
          status          = 'PENDING',
          generation      = p_new_generation,
          attempts        = 0,
@@ -1251,7 +1266,8 @@ end
 $$;
 
 -- PENDING, RETRYING, DEAD_LETTERED -> DISCARDED: it must never run. Who and why stays in failure_history; its key goes on.
-create function pulse.outbox_discard(event_id uuid, p_reason text, p_discarded_by text, p_now timestamptz default null)
+create function pulse.outbox_discard(
+  event_id uuid, p_reason text, p_discarded_by text, p_request uuid default null, p_now timestamptz default null)
 returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -1268,12 +1284,14 @@ begin
   elsif coalesce(p_discarded_by, '') = '' then
     raise exception 'discarded_by must say who discards' using errcode = 'PO003';
   end if;
-  perform pulse.hold_event(v_event_id, '{PENDING, RETRYING, DEAD_LETTERED}', 'discarded');
+  if not pulse.hold_event(v_event_id, '{PENDING, RETRYING, DEAD_LETTERED}', 'discarded', p_request) then
+    return;
+  end if;
 
   v_now := coalesce(p_now, clock_timestamp());
   update pulse.outbox o
      set failure_history = o.failure_history || jsonb_build_array(
-                             pulse.failure_cycle(o) || jsonb_build_object(
+                             pulse.failure_cycle(o, p_request) || jsonb_build_object(
                                'discarded_by', p_discarded_by, 'discarded_at', v_now, 'reason', p_reason)),
          status          = 'DISCARDED',
          completed_at    = v_now,
@@ -1469,8 +1487,8 @@ begin
     grant select on all tables in schema pulse to pulse_operator;
     grant execute on function
       pulse.outbox_lanes(text[], bigint[], timestamptz),
-      pulse.outbox_replay(uuid, bigint, text, timestamptz),
-      pulse.outbox_discard(uuid, text, text, timestamptz),
+      pulse.outbox_replay(uuid, bigint, text, uuid, timestamptz),
+      pulse.outbox_discard(uuid, text, text, uuid, timestamptz),
       pulse.outbox_pause(text, text, text, timestamptz),
       pulse.outbox_resume(text, text),
       pulse.outbox_prune(interval, bigint, integer, boolean, timestamptz)

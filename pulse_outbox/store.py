@@ -1,0 +1,540 @@
+"""The store: one method for each SQL function that a dispatcher or an operator calls.
+
+The state machine is in `migrations/`. Here its functions get their arguments and their answers become values;
+calls have a deadline, and are tried again where that can help. Repeating any of them is safe: a claim is known by
+its token, and a write finds out by itself that an earlier try of it got through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from uuid import UUID, uuid4
+
+import psycopg
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.rows import tuple_row
+
+from pulse_outbox import schema as migrations
+from pulse_outbox.errors import UNMIGRATED_SQLSTATES, SchemaError, from_database_error
+from pulse_outbox.storage_retry import CallTimedOut, StorageRetries, loses_connection
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tenacity import AsyncRetrying
+
+Answer = Literal["RETRYING", "DEAD_LETTERED", "locked", "lost"]
+"""locked: somebody else holds the row, try again. lost: the claim is over. Silence: settled as wanted."""
+
+CALL_TIMEOUT = timedelta(seconds=15)
+CONNECT_TIMEOUT = timedelta(seconds=10)
+
+
+class Claim(NamedTuple):
+    """One claimed row, and the token under which it was claimed. Payload and headers are JSON text."""
+
+    event_id: UUID
+    seq: int
+    topic: str
+    payload: str
+    headers: str
+    source: str | None
+    target: str | None
+    idempotency_key: str
+    ordering_key: str | None
+    priority: int
+    generation: int
+    attempts: int
+    max_attempts: int
+    lease_seq: int
+    lapses: int
+    snoozes: int
+    alone: bool
+    created_at: datetime
+    next_run_at: datetime
+    token: UUID
+
+
+class Held(Protocol):
+    """What a write after a claim is fenced by."""
+
+    @property
+    def event_id(self) -> UUID: ...
+    @property
+    def token(self) -> UUID: ...
+
+
+class Lane(NamedTuple):
+    """Rows that one claim may take in order, and where the first of them stands."""
+
+    topic: str
+    generation: int
+    lapses: int
+    priority: int
+    next_run_at: datetime
+    seq: int
+    due_in: float
+    """Seconds until the first row is due, on the database's clock; negative when it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A failed attempt, as it is stored. `delay` is used when the budget has something left."""
+
+    held: Held
+    error: str
+    failure: Mapping[str, Any]
+    delay: timedelta
+    terminal: bool
+
+
+class Reaped(NamedTuple):
+    """One lease that had run out, and what became of its event."""
+
+    event_id: UUID
+    answer: str
+    topic: str
+    attempts: int
+    max_attempts: int
+    lapses: int
+    last_error: str
+    worker: str
+
+
+class Link:
+    """One connection, made when it is needed and made again after it was lost.
+
+    Calls take turns. A call that outlives its deadline costs the connection: whatever the server still does with it
+    is harmless, since every call may be repeated.
+    """
+
+    def __init__(
+        self, dsn: str, *, name: str = "pulse-outbox", call_timeout: timedelta = CALL_TIMEOUT
+    ) -> None:
+        self._conninfo = connection_string(dsn, name)
+        self._call_timeout = call_timeout.total_seconds()
+        self._turn = asyncio.Lock()
+        self._conn: psycopg.AsyncConnection[Any] | None = None
+
+    async def rows(self, query: sql.Composed, parameters: Sequence[object]) -> list[tuple[Any, ...]]:
+        """What the query returns, or an error; a hung server is an error too."""
+        async with self._turn:
+            conn = self._conn
+            if conn is None or conn.closed:
+                conn = self._conn = await self._connect()
+            call = asyncio.ensure_future(self._execute(conn, query, parameters))
+            try:
+                done, _ = await asyncio.wait({call}, timeout=self._call_timeout)
+                if not done:
+                    raise CallTimedOut(f"no answer within {self._call_timeout:g} s")
+                return call.result()
+            except BaseException as error:
+                if loses_connection(error):
+                    self._throw_away(conn, call)
+                raise
+
+    async def close(self) -> None:
+        """Ends the connection, politely when it is idle."""
+        conn, self._conn = self._conn, None
+        if conn is not None and not conn.closed:
+            await conn.close()
+
+    async def _execute(
+        self, conn: psycopg.AsyncConnection[Any], query: sql.Composed, parameters: Sequence[object]
+    ) -> list[tuple[Any, ...]]:
+        cursor = conn.cursor(binary=True, row_factory=tuple_row)
+        await cursor.execute(query, parameters)
+        return await cursor.fetchall()
+
+    async def _connect(self) -> psycopg.AsyncConnection[Any]:
+        # No prepared statements: behind a pooler in transaction mode they belong to somebody else's session.
+        return await psycopg.AsyncConnection.connect(self._conninfo, autocommit=True, prepare_threshold=None)
+
+    def _throw_away(self, conn: psycopg.AsyncConnection[Any], call: asyncio.Future[Any]) -> None:
+        self._conn = None
+        # Shutting the socket down wakes the call that waits on it. Cancelling it instead would send a cancel
+        # request and wait for a server that does not answer.
+        shut_down(conn)
+        call.add_done_callback(_look_at_error)
+
+
+def shut_down(conn: psycopg.AsyncConnection[Any] | psycopg.Connection[Any]) -> None:
+    """Cuts a connection off at once, without asking the server."""
+    try:
+        descriptor = os.dup(conn.fileno())
+    except (OSError, psycopg.Error):
+        return  # closed already
+    with socket.socket(fileno=descriptor) as duplicate:
+        try:
+            duplicate.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # the other side was faster
+
+
+def _look_at_error(call: asyncio.Future[Any]) -> None:
+    if not call.cancelled():
+        call.exception()  # or asyncio complains that nobody did
+
+
+def connection_string(dsn: str, name: str) -> str:
+    """The DSN, with a name for pg_stat_activity and with keep-alives unless it has its own."""
+    given = conninfo_to_dict(dsn)
+    wanted = {
+        "application_name": name,
+        "connect_timeout": str(int(CONNECT_TIMEOUT.total_seconds())),
+        "keepalives_idle": "10",
+        "keepalives_interval": "5",
+        "keepalives_count": "3",
+        "tcp_user_timeout": "20000",
+    }
+    return make_conninfo(dsn, **{key: value for key, value in wanted.items() if key not in given})
+
+
+class Store:
+    """The SQL functions of one schema, over one link.
+
+    *now* of the methods is for tests: null in production, where the database's clock rules.
+    """
+
+    def __init__(self, link: Link, *, schema: str = "pulse", retries: StorageRetries | None = None) -> None:
+        self._link = link
+        self._schema = migrations.check_schema_name(schema)
+        retries = retries or StorageRetries()
+        self._storage = retries.storage.retrying()
+        self._dequeue = retries.dequeue.retrying()
+        self._queries: dict[str, sql.Composed] = {}
+
+    async def close(self) -> None:
+        """Ends the connection."""
+        await self._link.close()
+
+    # Dispatchers
+
+    async def require_supported(self) -> None:
+        """Raises SchemaError when the database's schema does not fit this code."""
+        try:
+            rows: list[tuple[Any, ...]] = await self._storage(
+                self._link.rows, migrations.versions_query(self._schema), ()
+            )
+        except psycopg.Error as error:
+            if error.sqlstate not in UNMIGRATED_SQLSTATES:
+                raise
+            rows = []
+        migrations.judge_versions(rows, schema=self._schema).require_supported()
+
+    async def lanes(
+        self, topics: Sequence[str], generations: Sequence[int] | None = None, *, now: datetime | None = None
+    ) -> list[Lane]:
+        """The lanes of these topics that have work, now or later."""
+        rows = await self._call(
+            "outbox_lanes",
+            self._dequeue,
+            p_topics=_texts(topics),
+            p_generations=_bigints(generations),
+            p_now=now,
+        )
+        return [Lane._make(row) for row in rows]
+
+    async def claim(
+        self,
+        *,
+        limit: int,
+        topics: Sequence[str],
+        worker: str = "store",
+        lease: timedelta = timedelta(seconds=30),
+        budgets: Sequence[int] | None = None,
+        generations: Sequence[int] | None = None,
+        slots: int | None = None,
+        lanes: Sequence[Mapping[str, Any]] | None = None,
+        alone: bool = False,
+        token: UUID | None = None,
+        now: datetime | None = None,
+    ) -> list[Claim]:
+        """Takes up to *limit* due events; see outbox_claim. By priority, due time and seq."""
+        # Only the first try of a token that was minted here can be certain that nobody has used it.
+        fresh = token is None
+        token = token or uuid4()
+
+        async def once() -> list[tuple[Any, ...]]:
+            nonlocal fresh
+            first, fresh = fresh, False
+            return await self._rows(
+                "outbox_claim",
+                p_token=token,
+                p_worker=worker,
+                p_topics=_texts(topics),
+                p_limit=limit,
+                p_lease=lease,
+                p_budgets=list(budgets) if budgets is not None else None,
+                p_generations=_bigints(generations),
+                p_slots=slots,
+                p_lanes=json.dumps(lanes) if lanes is not None else None,
+                p_fresh=first,
+                p_alone=alone,
+                p_now=now,
+            )
+
+        rows: list[tuple[Any, ...]] = await self._dequeue(once)
+        rows.sort(key=_claim_order)
+        return [Claim(*row, token) for row in rows]  # type: ignore[call-arg]  # the query's columns, then the token
+
+    async def heartbeat(
+        self, held: Sequence[Held], *, lease: timedelta, now: datetime | None = None
+    ) -> dict[UUID, Answer]:
+        """Extends leases; the answer is about those that could not be extended."""
+        return await self._settle("outbox_heartbeat", held, p_lease=lease, p_now=now)
+
+    async def complete(
+        self, held: Sequence[Held], *, delete: bool = False, now: datetime | None = None
+    ) -> dict[UUID, Answer]:
+        """RUNNING → COMPLETED, or deleted; the answer is about those that are not settled."""
+        return await self._settle("outbox_complete", held, p_delete=delete, p_now=now)
+
+    async def fail(self, failures: Sequence[Failure], *, now: datetime | None = None) -> dict[UUID, Answer]:
+        """RUNNING → RETRYING or DEAD_LETTERED; the answer is about all of them."""
+        return await self._settle(
+            "outbox_fail",
+            [failure.held for failure in failures],
+            p_errors=[failure.error for failure in failures],
+            p_failures=[json.dumps(failure.failure) for failure in failures],
+            p_delays=[failure.delay for failure in failures],
+            p_terminal=[failure.terminal for failure in failures],
+            p_now=now,
+        )
+
+    async def snooze(
+        self, held: Sequence[Held], delays: Sequence[timedelta], *, now: datetime | None = None
+    ) -> dict[UUID, Answer]:
+        """RUNNING → RETRYING without spending the attempt; the answer is about those that are not settled."""
+        return await self._settle("outbox_snooze", held, p_delays=list(delays), p_now=now)
+
+    async def release(self, held: Sequence[Held], *, now: datetime | None = None) -> dict[UUID, Answer]:
+        """RUNNING → where it came from; the answer is about those that are not settled."""
+        return await self._settle("outbox_release", held, p_now=now)
+
+    async def lapse(
+        self, held: Sequence[Held], error: str, *, now: datetime | None = None
+    ) -> dict[UUID, Answer]:
+        """What was running in a child that died; the answer is about all of them."""
+        return await self._settle("outbox_lapse", held, p_error=error, p_now=now)
+
+    async def reap(
+        self,
+        *,
+        limit: int = 1000,
+        lease: timedelta = timedelta(seconds=30),
+        since: datetime | None = None,
+        now: datetime | None = None,
+    ) -> list[Reaped]:
+        """One sweep of the watchdog."""
+        rows = await self._call(
+            "outbox_reap", self._storage, p_limit=limit, p_lease=lease, p_since=since, p_now=now
+        )
+        return [Reaped._make(row) for row in rows]
+
+    async def heal(
+        self, after: str | None = None, *, limit: int = 500, now: datetime | None = None
+    ) -> tuple[str | None, int]:
+        """Frees ordering keys that a race left stuck: where to go on, and how many were freed."""
+        [(last_key, healed)] = await self._call(
+            "outbox_heal", self._storage, p_after=after, p_limit=limit, p_now=now
+        )
+        return last_key, healed
+
+    async def dispatcher_seen(
+        self,
+        worker: str,
+        *,
+        host: str,
+        pid: int,
+        version: str,
+        topics: Sequence[str],
+        generations: Sequence[int] | None,
+        in_flight: int,
+        sleeping: bool,
+        lease: timedelta,
+        now: datetime | None = None,
+    ) -> None:
+        """Says that this dispatcher is alive, and whether producers must wake it."""
+        await self._call(
+            "dispatcher_seen",
+            self._storage,
+            p_worker=worker,
+            p_host=host,
+            p_pid=pid,
+            p_version=version,
+            p_topics=_texts(topics),
+            p_generations=_bigints(generations),
+            p_in_flight=in_flight,
+            p_sleeping=sleeping,
+            p_lease=lease,
+            p_now=now,
+        )
+
+    async def dispatcher_gone(self, worker: str) -> None:
+        """Says that this dispatcher ends."""
+        await self._call("dispatcher_gone", self._storage, p_worker=worker)
+
+    async def paused(self) -> frozenset[str | None]:
+        """The paused topics; None among them stands for all."""
+        query = sql.SQL("select topic from {}.pause").format(sql.Identifier(self._schema))
+        rows: list[tuple[Any, ...]] = await self._storage(self._link.rows, query, ())
+        return frozenset(topic for (topic,) in rows)
+
+    # Operators
+
+    async def replay(
+        self, event_id: UUID, *, generation: int, replayed_by: str, now: datetime | None = None
+    ) -> None:
+        """DEAD_LETTERED → PENDING in place."""
+        await self._call(
+            "outbox_replay",
+            self._storage,
+            event_id=event_id,
+            p_new_generation=generation,
+            p_replayed_by=replayed_by,
+            p_request=uuid4(),
+            p_now=now,
+        )
+
+    async def discard(
+        self, event_id: UUID, *, reason: str, discarded_by: str, now: datetime | None = None
+    ) -> None:
+        """PENDING, RETRYING or DEAD_LETTERED → DISCARDED."""
+        await self._call(
+            "outbox_discard",
+            self._storage,
+            event_id=event_id,
+            p_reason=reason,
+            p_discarded_by=discarded_by,
+            p_request=uuid4(),
+            p_now=now,
+        )
+
+    async def pause(self, topic: str | None, *, reason: str, by: str, now: datetime | None = None) -> None:
+        """No claim of this topic, or of any, from now on."""
+        await self._call("outbox_pause", self._storage, p_topic=topic, p_reason=reason, p_by=by, p_now=now)
+
+    async def resume(self, topic: str | None, *, by: str) -> bool:
+        """Ends a pause; True when there was one."""
+        [(there_was_one,)] = await self._call("outbox_resume", self._storage, p_topic=topic, p_by=by)
+        return bool(there_was_one)
+
+    async def prune(
+        self,
+        *,
+        retention: timedelta,
+        page: int = 0,
+        pages: int = 1000,
+        dead: bool = False,
+        now: datetime | None = None,
+    ) -> tuple[int, int | None]:
+        """Deletes what ended long ago from some pages of the table: how many, and the page to go on with."""
+        [(pruned, next_page)] = await self._call(
+            "outbox_prune",
+            self._storage,
+            p_retention=retention,
+            p_page=page,
+            p_pages=pages,
+            p_dead=dead,
+            p_now=now,
+        )
+        return pruned, next_page
+
+    # Inside
+
+    async def _settle(self, function: str, held: Sequence[Held], **arguments: object) -> dict[UUID, Answer]:
+        if not held:
+            return {}
+        rows = await self._call(
+            function,
+            self._storage,
+            p_event_ids=[claim.event_id for claim in held],
+            p_tokens=[claim.token for claim in held],
+            **arguments,
+        )
+        return dict(rows)  # two columns
+
+    async def _call(
+        self, function: str, retrying: AsyncRetrying, **arguments: object
+    ) -> list[tuple[Any, ...]]:
+        rows: list[tuple[Any, ...]] = await retrying(self._rows, function, **arguments)
+        return rows
+
+    async def _rows(self, function: str, **arguments: object) -> list[tuple[Any, ...]]:
+        query = self._queries.get(function)
+        if query is None:
+            query = self._queries[function] = _call_of(self._schema, function, arguments)
+        try:
+            return await self._link.rows(query, list(arguments.values()))
+        except psycopg.Error as error:
+            if ours := from_database_error(error):
+                raise ours from error
+            if error.sqlstate in UNMIGRATED_SQLSTATES:
+                raise SchemaError(
+                    f"schema {self._schema} is missing or older than this code: run `pulse-outbox migrate`"
+                ) from error
+            raise
+
+
+# What psycopg could not know of a parameter that is null or a list.
+_TYPES = {
+    "p_payload": "jsonb",
+    "p_lanes": "jsonb",
+    "p_failures": "jsonb[]",
+    "p_topics": "text[]",
+    "p_errors": "text[]",
+    "p_budgets": "integer[]",
+    "p_generations": "bigint[]",
+    "p_event_ids": "uuid[]",
+    "p_tokens": "uuid[]",
+    "p_delays": "interval[]",
+    "p_terminal": "boolean[]",
+    "p_limit": "integer",
+    "p_slots": "integer",
+    "p_pages": "integer",
+    "p_pid": "integer",
+    "p_in_flight": "integer",
+    "p_page": "bigint",
+    "p_new_generation": "bigint",
+    "p_now": "timestamptz",
+    "p_since": "timestamptz",
+    "p_token": "uuid",
+    "p_request": "uuid",
+    "event_id": "uuid",
+    "p_lease": "interval",
+    "p_retention": "interval",
+    "p_delete": "boolean",
+    "p_dead": "boolean",
+    "p_fresh": "boolean",
+    "p_alone": "boolean",
+    "p_sleeping": "boolean",
+}
+
+
+def _call_of(schema: str, function: str, arguments: Iterable[str]) -> sql.Composed:
+    given = sql.SQL(", ").join(
+        sql.SQL("{} => %s::{}").format(sql.Identifier(name), sql.SQL(_TYPES.get(name, "text")))
+        for name in arguments
+    )
+    return sql.SQL("select * from {}({})").format(sql.Identifier(schema, function), given)
+
+
+def _claim_order(row: tuple[Any, ...]) -> tuple[int, datetime, int]:
+    return -row[9], row[18], row[1]
+
+
+def _texts(values: Sequence[str]) -> list[str]:
+    return list(values)
+
+
+def _bigints(values: Sequence[int] | None) -> list[int] | None:
+    return list(values) if values is not None else None
