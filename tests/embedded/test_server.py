@@ -239,6 +239,7 @@ def test_root_may_have_the_binaries_where_nobody_else_can_read(monkeypatch, tmp_
         if (package.parent / name).exists():
             (private / name).symlink_to(package.parent / name)
     here = private / packaged.relative_to(package.parent)
+    monkeypatch.delenv("PULSE_OUTBOX_POSTGRES_BIN", raising=False)
     monkeypatch.setattr(embedded, "_packaged_binaries", lambda: [here])
 
     with embedded.start() as server:
