@@ -248,11 +248,16 @@ def _fault_in_json(name: str, body: bytes) -> str | None:
 
 def _fault_lost_in_json(name: str, value: object, body: bytes) -> str | None:
     """What the JSON no longer shows: keys that were no strings; NaN, which pydantic models write as null."""
-    if isinstance(value, BaseModel) or is_dataclass(value):
-        if b"null" in body and b"null" in to_json(value, exclude_none=True, fallback=_mapping_as_dict):
-            return _find_fault(name, value)
+    if _is_plain(value):
         return None
-    return None if _is_plain(value) else _find_fault(name, value)
+    # Models and dataclasses read their keys back from strings. Where a null remains without those for None, it may
+    # have been NaN.
+    typed = isinstance(value, BaseModel) or is_dataclass(value)
+    if typed and not (
+        b"null" in body and b"null" in to_json(value, exclude_none=True, fallback=_mapping_as_dict)
+    ):
+        return None
+    return _find_fault(name, value)
 
 
 def _reads_back(body: bytes) -> bool:

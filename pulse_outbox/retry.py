@@ -161,9 +161,9 @@ class RetryPolicy:
             if group and not issubclass(kind, BaseExceptionGroup):
                 break  # `Exception` in a list is about the leaves of a group, not about the group
             if kind in self.terminal_errors:
-                return Verdict(kind="terminal", rule=f"policy.terminal_errors:{kind.__qualname__}")
+                return Verdict(kind="terminal", rule=f"policy.terminal_errors:{kind.__name__}")
             if kind in self.transient_errors:
-                return Verdict(kind="transient", rule=f"policy.transient_errors:{kind.__qualname__}")
+                return Verdict(kind="transient", rule=f"policy.transient_errors:{kind.__name__}")
         return None
 
     def _judge_group(self, error: BaseException, *, snoozes: int, age: timedelta | None) -> Verdict | None:

@@ -1,0 +1,60 @@
+"""What a handler gets."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from pulse_outbox import Event
+
+
+def an_event(payload: Any = None) -> Event[Any]:
+    return Event(
+        id=UUID(int=7),
+        topic="order.paid",
+        payload=payload,
+        headers={"token": "secret"},
+        idempotency_key="k",
+        ordering_key=None,
+        attempt=2,
+        max_attempts=5,
+        generation=0,
+        lease_seq=9,
+        created_at=datetime(2030, 1, 1, tzinfo=UTC),
+    )
+
+
+def test_event_has_what_the_specification_promises():
+    """Handlers of other people read these names."""
+    event = an_event({"a": 1})
+
+    assert (event.id, event.topic, event.payload) == (UUID(int=7), "order.paid", {"a": 1})
+    assert (event.attempt, event.max_attempts, event.lease_seq, event.generation) == (2, 5, 9, 0)
+    assert (event.source, event.target, event.ordering_key) == (None, None, None)
+    assert (event.snoozes, event.resources, event.connection) == (0, None, None)
+
+
+def test_event_refuses_every_change():
+    """Middleware that edits an event would make its log lines lie."""
+    event: Any = an_event()
+
+    with pytest.raises(AttributeError, match="can't be changed"):
+        event.topic = "other"
+    with pytest.raises(AttributeError):
+        event.invented = 1
+    with pytest.raises(AttributeError):
+        del event.topic
+
+    assert event.topic == "order.paid"
+
+
+def test_event_is_an_event_and_shows_no_data():
+    """A repr ends up in logs and in other people's error trackers."""
+    event = an_event({"card": "4111"})
+
+    assert isinstance(event, Event)
+    assert type(event).__name__ == "Event"
+    assert repr(event) == "<Event order.paid 00000000-0000-0000-0000-000000000007 attempt 2/5>"
