@@ -166,7 +166,7 @@ def _event_annotation(who: str, function: Function, plain: Any, local_names: Map
     except TypeError as error:
         raise SettingsError(f"{who}: must be callable with one argument, the event ({error})") from error
     first = next(iter(signature.parameters.values()))
-    if not isinstance(first.annotation, str):
+    if first.annotation is inspect.Parameter.empty:
         return first.annotation
 
     def probe() -> None:
