@@ -67,14 +67,16 @@ def start(
         raise EmbeddedError(f"port {port} does not exist: give one up to 65535, or 0 for a free one")
     account = _server_account()
     binaries = _find_binaries()
-    guard = _Guard(_make_base(account))
+    kept = Path(directory).absolute() if directory is not None else None
+    base = _make_base(account)
+    guard = _Guard(base, (kept or base) / "data" / "postmaster.pid")
     try:
         binaries = _runnable(binaries, account, guard.base)
         server = Server(
             guard=guard,
             binaries=binaries,
             account=account,
-            kept=Path(directory).absolute() if directory is not None else None,
+            kept=kept,
             durable=durable,
             settings=dict(settings or {}),
             port=_free_port() if port == 0 else port,
@@ -112,7 +114,6 @@ class Server:
         self._settings = settings
         self._tcp_port = port
         self._process: subprocess.Popen[bytes] | None = None
-        self._crashed = False
         self._locks = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -171,17 +172,12 @@ class Server:
                     f"PostgreSQL was not ready after {START_DEADLINE:.0f} s: {self._log_tail()}"
                 )
             time.sleep(0.01)
-        self._crashed = False
 
     def stop(self) -> None:
         """Stop the server for good and remove its folder. Harmless when repeated, and in a forked child."""
         if not self._guard.is_mine:
             return
         try:
-            if self._crashed:
-                # A killed server leaves shared memory behind, which only its next start removes.
-                with contextlib.suppress(EmbeddedError):
-                    self.start()
             # Data that nobody keeps needs no checkpoint.
             self._end(signal.SIGINT if self._kept else signal.SIGQUIT)
         finally:
@@ -202,7 +198,6 @@ class Server:
                 os.kill(child, signal.SIGKILL)
         self._process.wait()
         self._process = None
-        self._crashed = True
         self._guard.forget()
 
     def restart(self, *, immediate: bool = False) -> None:
@@ -234,6 +229,8 @@ class Server:
             "unix_socket_directories": str(self.socket_directory),
             "hba_file": str(self._guard.base / "hba"),
             "max_connections": "200",
+            # As files in the data directory: they go with it, and a container's small /dev/shm doesn't matter.
+            "dynamic_shared_memory_type": "mmap",
             "timezone": "UTC",
             "log_timezone": "UTC",
         }
@@ -358,8 +355,10 @@ class Server:
 # $1 is the log; the rest is the command. The process id goes to the watchdog through standard output.
 _TRAMPOLINE = 'log=$1; shift; echo $$; exec "$@" >>"$log" 2>&1'
 
-# Reads process ids (0: none) until the owner, the only writer, is gone. Then $1, the folder, goes with
-# whatever still runs. A process that has become a zombie still answers kill -0, hence the look at $2.
+# $1 is the folder, $2 the server's postmaster.pid. Reads process ids (0: none) until the owner, the only
+# writer, is gone; then stops what still runs and removes the folder. A process that has become a zombie still
+# answers kill -0, hence the look at $2. If $2 is still there the server was killed and left a segment of shared
+# memory, whose id is in line 7; in a kept data directory the next start needs to find it.
 _WATCHDOG = """
 trap '' HUP INT QUIT TERM
 pid=0
@@ -370,6 +369,9 @@ if [ "$pid" != 0 ]; then
   while [ -e "$2" ] && kill -0 "$pid" && [ $tries -lt 100 ]; do sleep 0.1; tries=$((tries + 1)); done
   kill -KILL "$pid"
 fi
+case $2 in
+  "$1"/*) [ -e "$2" ] && ipcrm -m "$(sed -n '7s/.* //p' "$2")" ;;
+esac
 tries=0
 until rm -rf "$1" && [ ! -e "$1" ] || [ $tries -ge 50 ]; do sleep 0.1; tries=$((tries + 1)); done
 """
@@ -378,14 +380,14 @@ until rm -rf "$1" && [ ! -e "$1" ] || [ $tries -ge 50 ]; do sleep 0.1; tries=$((
 class _Guard:
     """Owns the folder and the watchdog, which outlives this process by the moment it takes to clean up."""
 
-    def __init__(self, base: Path) -> None:
+    def __init__(self, base: Path, pid_file: Path) -> None:
         self.base = base
         self._owner = os.getpid()
         try:
             read_end, self.pipe = os.pipe()
             try:
                 self._watchdog = subprocess.Popen(
-                    ["/bin/sh", "-c", _WATCHDOG, "pulse-outbox-watchdog", base, base / "data/postmaster.pid"],
+                    ["/bin/sh", "-c", _WATCHDOG, "pulse-outbox-watchdog", base, pid_file],
                     stdin=read_end,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,

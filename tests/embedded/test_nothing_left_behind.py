@@ -142,6 +142,21 @@ def test_nothing_is_left_when_killed_while_starting(owners):
             wait_until(lambda: not os.listdir(folder), what=f"killed at {stage}, no folder")
 
 
+def test_a_kept_directory_is_left_in_order(owners):
+    """The server gets the time to end by itself: its lock file is gone, its data stay."""
+    with tempfile.TemporaryDirectory(prefix="pt-", dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        kept = Path(folder) / "kept"
+        owners.append(owner := Owner(f"keep={kept}"))
+        owner.listen()
+        owner.process.kill()
+
+        wait_until(owner.is_all_gone, what="all but the data is gone")
+        assert not (kept / "data" / "postmaster.pid").exists()
+        with embedded.start(directory=kept) as server:
+            assert server.is_running
+
+
 def test_a_forked_child_does_not_keep_the_server(owners):
     """multiprocessing and some servers fork; their children must not count as the owner."""
     owners.append(owner := Owner("fork"))

@@ -42,6 +42,11 @@ def run(dsn: str, statement: LiteralString) -> None:
         conn.execute(statement)
 
 
+def shared_memory() -> list[str]:
+    listed = subprocess.run(["ipcs", "-m"], capture_output=True, text=True, check=True)
+    return listed.stdout.split()
+
+
 def test_answers_and_leaves_nothing_behind():
     with embedded.start() as server:
         assert ask(server.dsn, "select 1 + 1") == 2
@@ -111,10 +116,14 @@ def test_a_crash_loses_connections_and_no_committed_row():
 
 
 def test_stop_after_a_crash_cleans_up():
+    """A killed server can't give back its shared memory itself."""
     with embedded.start() as server:
+        segment = (server.data_directory / "postmaster.pid").read_text().splitlines()[6].split()[1]
+        assert segment in shared_memory()
         server.crash()
 
     assert not server.socket_directory.parent.exists()
+    assert segment not in shared_memory()
 
 
 @pytest.mark.parametrize("immediate", [True, False])

@@ -1,6 +1,6 @@
 """Run as a program: owns an embedded server until standard input ends or a signal comes.
 
-    python -m tests.support.owner [as-nobody] [fork] [raise]
+    python -m tests.support.owner [as-nobody] [fork] [raise] [keep=DIRECTORY]
 
 Prints the server's process id and folder, as JSON on one line. `fork` leaves a child that outlives it.
 """
@@ -24,7 +24,8 @@ def main(wishes: list[str]) -> None:
         os.setgroups([])
         os.setgid(nobody.pw_gid)
         os.setuid(nobody.pw_uid)
-    with embedded.start() as server:
+    kept = next((wish.removeprefix("keep=") for wish in wishes if wish.startswith("keep=")), None)
+    with embedded.start(directory=kept) as server:
         with psycopg.connect(server.dsn) as conn:
             conn.execute("select 1")
         said = {"pid": server.pid, "base": str(server.socket_directory.parent), "owner": os.getpid()}
