@@ -242,7 +242,7 @@ def enqueue(
     _check_kind(connection, psycopg.Connection)
     if connection.pgconn.pipeline_status != PipelineStatus.OFF:
         with connection.pipeline():
-            pass  # leaving it waits for what was sent, so that the state below is the real one
+            pass  # leaving the inner one waits for what was sent: until then the connection looks busy
     _check_state(connection, outside_transaction)
     with _database_errors(schema):
         cursor = psycopg.Cursor(connection, row_factory=tuple_row)

@@ -139,6 +139,7 @@ def test_a_pipeline_is_no_obstacle(connect):
     """COPY is not possible in one."""
     conn = connect(autocommit=True)
     with conn.pipeline(), conn.transaction():
+        conn.execute("select 1")
         ids = outbox.enqueue_many(conn, [NewEvent("t", 1), NewEvent("t", 2)])
 
     assert [row["event_id"] for row in rows(conn)] == ids
@@ -156,11 +157,14 @@ async def test_enqueue_many_async_obeys_the_same_rules(aconn):
     await outbox.enqueue_many_async(aconn, EVENTS)
     await outbox.enqueue_many_async(aconn, [NewEvent("t", 1)])
     ids = await outbox.enqueue_many_async(aconn, [NewEvent("t", 1, idempotency_key="k")] * 2)
+    async with aconn.pipeline():
+        await aconn.execute("select 1")
+        await outbox.enqueue_many_async(aconn, [NewEvent("t", 1)])
 
     assert ids[0] == ids[1]
     assert await outbox.enqueue_many_async(aconn, []) == []
     cursor = await aconn.execute("select count(*) from pulse.outbox")
-    assert await cursor.fetchone() == (len(EVENTS) + 2,)
+    assert await cursor.fetchone() == (len(EVENTS) + 3,)
 
 
 @pytest.mark.parametrize("key", [None, "k"])

@@ -255,6 +255,7 @@ async def test_enqueue_async_obeys_the_same_rules(aconn):
     with pytest.raises(EnqueueError, match="autocommit"):
         await outbox.enqueue_async(aconn, "t", {})
     async with aconn.pipeline(), aconn.transaction():
+        await aconn.execute("select 1")
         await outbox.enqueue_async(aconn, "t", {"n": 3})
     await outbox.enqueue_async(aconn, "t", {"n": 4}, outside_transaction=True)
     cursor = await aconn.execute("select payload ->> 'n' from pulse.outbox order by seq")
@@ -294,9 +295,10 @@ def test_a_loader_of_the_application_for_uuid_does_not_matter(conn):
 
 
 def test_a_pipeline_is_no_obstacle(connect):
-    """Its transaction has not begun on the server when enqueue looks."""
+    """Its statements are under way when enqueue looks at the connection's state."""
     conn = connect(autocommit=True)
     with conn.pipeline(), conn.transaction():
+        conn.execute("select 1")
         outbox.enqueue(conn, "t", 1)
     with pytest.raises(EnqueueError, match="autocommit"), conn.pipeline():
         outbox.enqueue(conn, "t", 2)
