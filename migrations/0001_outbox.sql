@@ -42,7 +42,14 @@
 --   Functions run with their owner's rights and a search_path of their own; the grants at the end say who may call what.
 --   The planner's choices are pinned inside them: statistics of a queue are wrong most of the time.
 
-create schema if not exists pulse;
+-- Not `if not exists`: that needs the right to create schemas even where an administrator has made this one.
+do $$
+begin
+  if to_regnamespace('pulse') is null then
+    create schema pulse;
+  end if;
+end
+$$;
 
 create table pulse.migration (
   version     integer     not null,
@@ -775,6 +782,11 @@ begin
         v_topic := v_lane.topic;
         v_share := greatest(1, v_before / v_topics);
       end if;
+      -- Transactions commit in another order than they began: the last tenth of a second is always looked at again.
+      if v_lane.next_run_at > v_now - interval '100 milliseconds' then
+        v_lane.next_run_at := v_now - interval '100 milliseconds';
+        v_lane.seq := 0;
+      end if;
       v_rows := pulse.take(
         v_lane.topic, v_lane.generation, v_lane.lapses, v_lane.priority,
         coalesce(v_lane.next_run_at, '-infinity'), coalesce(v_lane.seq, 0),
@@ -1021,11 +1033,11 @@ $$;
 --
 -- When nobody has swept for two thirds of a lease (an outage, or nobody was there) leases have lapsed whose holders live:
 -- that sweep only sets a hold of one lease, which every sweeper respects, so that the living can report first.
--- p_since: where to start in the index of leases; what died below has been swept before. Null: from the beginning.
+-- p_full false: starts where the last sweep ended, and does not walk over what vacuum could not remove below.
 create function pulse.outbox_reap(
   p_limit integer     default 1000,
   p_lease interval    default '30 seconds',
-  p_since timestamptz default null,
+  p_full  boolean     default true,
   p_now   timestamptz default null
 ) returns table (event_id uuid, answer text, topic text, attempts integer, max_attempts integer, lapses smallint, last_error text, worker text)
 language plpgsql volatile security definer
@@ -1070,7 +1082,7 @@ begin
         from pulse.outbox o
        where o.status = 'RUNNING'
          and o.lease_until < v_now
-         and o.lease_until >= coalesce(p_since, '-infinity')
+         and o.lease_until >= case when p_full then '-infinity' else v_swept end
        order by o.lease_until
        limit p_limit
          for update skip locked) as c;
@@ -1474,7 +1486,7 @@ begin
       pulse.outbox_snooze(uuid[], uuid[], interval[], timestamptz),
       pulse.outbox_release(uuid[], uuid[], timestamptz),
       pulse.outbox_lapse(uuid[], uuid[], text, timestamptz),
-      pulse.outbox_reap(integer, interval, timestamptz, timestamptz),
+      pulse.outbox_reap(integer, interval, boolean, timestamptz),
       pulse.outbox_heal(text, integer, timestamptz),
       pulse.outbox_prune(interval, bigint, integer, boolean, timestamptz),
       pulse.dispatcher_seen(text, text, integer, text, text[], bigint[], integer, boolean, interval, timestamptz),

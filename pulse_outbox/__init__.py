@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pulse_outbox.dispatcher import Dispatcher
     from pulse_outbox.errors import (
         BadArgument,
         EnqueueError,
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BadArgument",
+    "Dispatcher",
     "EnqueueError",
     "Event",
     "EventNotFound",
@@ -44,6 +46,7 @@ __all__ = [
 
 _HOME = {
     "BadArgument": "errors",
+    "Dispatcher": "dispatcher",
     "EnqueueError": "errors",
     "Event": "events",
     "EventNotFound": "errors",

@@ -331,12 +331,12 @@ class Store:
         *,
         limit: int = 1000,
         lease: timedelta = timedelta(seconds=30),
-        since: datetime | None = None,
+        full: bool = True,
         now: datetime | None = None,
     ) -> list[Reaped]:
         """One sweep of the watchdog."""
         rows = await self._call(
-            "outbox_reap", self._storage, p_limit=limit, p_lease=lease, p_since=since, p_now=now
+            "outbox_reap", self._storage, p_limit=limit, p_lease=lease, p_full=full, p_now=now
         )
         return [Reaped._make(row) for row in rows]
 
@@ -506,7 +506,6 @@ _TYPES = {
     "p_page": "bigint",
     "p_new_generation": "bigint",
     "p_now": "timestamptz",
-    "p_since": "timestamptz",
     "p_token": "uuid",
     "p_request": "uuid",
     "event_id": "uuid",
@@ -515,6 +514,7 @@ _TYPES = {
     "p_delete": "boolean",
     "p_dead": "boolean",
     "p_fresh": "boolean",
+    "p_full": "boolean",
     "p_alone": "boolean",
     "p_sleeping": "boolean",
 }

@@ -1,0 +1,10 @@
+"""The dispatcher: claims due events, runs their handlers, settles the results.
+
+Read `jobs` (a job and its outcome), then `lanes` and `intake` (what is claimed), `running` (how a handler is run),
+`settling` (how results are stored), `heart` (leases), `care` (watchdog and housekeeping), and `core`, which ties them.
+"""
+
+from pulse_outbox.dispatcher.core import Dispatcher
+from pulse_outbox.dispatcher.settings import DispatcherSettings
+
+__all__ = ["Dispatcher", "DispatcherSettings"]

@@ -1,0 +1,444 @@
+"""The dispatcher: starts the parts, ties them together, and ends them in the right order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from contextlib import AsyncExitStack, suppress
+from typing import TYPE_CHECKING, Any, NoReturn, assert_never
+
+import structlog
+
+from pulse_outbox import __version__
+from pulse_outbox.dispatcher import care
+from pulse_outbox.dispatcher.health import Health
+from pulse_outbox.dispatcher.heart import Heart
+from pulse_outbox.dispatcher.intake import Intake
+from pulse_outbox.dispatcher.jobs import Completed, Failed, InFlight, Lapsed, Over, Released, Snoozed
+from pulse_outbox.dispatcher.loops import keep_going
+from pulse_outbox.dispatcher.running import Runner, Slots, job_fields
+from pulse_outbox.dispatcher.settings import DispatcherSettings
+from pulse_outbox.dispatcher.settling import Settler
+from pulse_outbox.dispatcher.state import Condition, Tally
+from pulse_outbox.dispatcher.suspects import LonelySuspects
+from pulse_outbox.dispatcher.transactions import Transactions
+from pulse_outbox.dispatcher.wakeup import listen
+from pulse_outbox.errors import SettingsError
+from pulse_outbox.events import as_timedelta
+from pulse_outbox.store import Link, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Container
+
+    from pulse_outbox.dispatcher.jobs import Job, Outcome
+    from pulse_outbox.dispatcher.suspects import Suspects
+    from pulse_outbox.outbox import Outbox
+    from pulse_outbox.store import Answer
+
+log = structlog.get_logger("pulse_outbox")
+
+FINAL_WRITES = 5.0
+"""How long the last results may take to be stored once no handler runs any more, in seconds."""
+SUMMARY_INTERVAL = 60.0
+PAUSE_CHECK = 1.0
+
+
+class Dispatcher:
+    """Runs an outbox's handlers until it is told to stop.
+
+    Settings are those of DispatcherSettings, given as keywords. *target* is MODULE:ATTR, from which suspects are
+    started in child processes; without it they run in this process, alone.
+    """
+
+    def __init__(
+        self, outbox: Outbox, *, dsn: str | None = None, target: str | None = None, **settings: Any
+    ) -> None:
+        dsn = dsn or os.environ.get("PULSE_OUTBOX_DSN")
+        if not dsn:
+            raise SettingsError("no database: give a dsn or set PULSE_OUTBOX_DSN")
+        self.outbox = outbox
+        self.settings = DispatcherSettings(**settings)
+        self.abandoned = 0
+        """Handlers that were still running when this dispatcher ended."""
+        self._dsn = dsn
+        self._target = target
+        served = self.settings.serves(outbox.handlers)
+        if not served:
+            known = ", ".join(sorted(outbox.handlers)) or "none"
+            raise SettingsError(f"nothing to serve: no handler's topic matches (registered: {known})")
+        self._handlers = {topic: outbox.handlers[topic] for topic in served}
+        self._stopping = asyncio.Event()
+        self._why = ""
+        self._exit_with_error = False
+
+    # Starting and stopping
+
+    def run(self) -> None:
+        """Runs until SIGTERM or SIGINT; a second signal ends the process at once."""
+        asyncio.run(self._run_with_signals())
+        if self._exit_with_error:
+            raise SystemExit(1)
+
+    async def run_async(self) -> None:
+        """Runs until `stop` is called; inside a loop of the application's own."""
+        async with AsyncExitStack() as stack:
+            await self._open(stack)
+            await self._stopping.wait()
+            await self._drain()
+
+    def stop(self, why: str = "asked to") -> None:
+        """Starts the end: no more claims, running handlers get their grace. From the event loop's thread only."""
+        if not self._stopping.is_set():
+            self._why = why
+            self._stopping.set()
+
+    async def _run_with_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def on_signal(number: signal.Signals) -> None:
+            if self._stopping.is_set():
+                log.warning("outbox.ended_at_once", signal=number.name, in_flight=len(self._in_flight))
+                self._end_process(1)
+            self.stop(number.name)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal, number)
+        await self.run_async()
+        if self.abandoned:
+            # A handler that can't be stopped would keep the interpreter from ending.
+            self._end_process(1)
+
+    def _end_process(self, code: int) -> NoReturn:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+    async def _open(self, stack: AsyncExitStack) -> None:
+        """Starts everything; what was started is ended by *stack*, last first."""
+        settings = self.settings
+        self._condition = Condition()
+        self._tally = Tally()
+        self._in_flight = InFlight()
+        self._said_sleeping: bool | None = None
+
+        care_store = await self._open_store("care", stack)
+        await care_store.require_supported()
+        transactions = await self._open_transactions(stack)
+        resources = await stack.enter_async_context(self.outbox.open_resources())
+        runner = Runner(
+            resources=resources,
+            redact=self.outbox.redact,
+            random=random.Random(),
+            threads=settings.concurrency,
+            transactions=transactions,
+        )
+        stack.callback(runner.close)
+        self._settler = Settler(
+            await self._open_store("settle", stack),
+            in_flight=self._in_flight,
+            batch=settings.batch,
+            condition=self._condition,
+            settled=self._settled,
+        )
+        self._slots = Slots(
+            runner=runner,
+            deliver=self._deliver,
+            concurrency=settings.concurrency,
+            exhausted=self._slots_exhausted,
+        )
+        self._intake = Intake(
+            await self._open_store("claim", stack),
+            settings=settings,
+            handlers=self._handlers,
+            in_flight=self._in_flight,
+            slots=self._slots,
+            settler=self._settler,
+            condition=self._condition,
+            tally=self._tally,
+            say_sleeping=lambda sleeping: self._say_alive(care_store, sleeping=sleeping),
+            suspects_due=lambda lanes: self._suspects.due(lanes),  # noqa: PLW0108  made after the intake
+        )
+        self._suspects = await self._open_suspects(stack)
+        heart = Heart(
+            settings=settings,
+            in_flight=self._in_flight,
+            condition=self._condition,
+            open_store=lambda: self._new_store("heart"),
+            say_alive=self._say_alive,
+            lost=self._lost,
+            health=Health(live=self._is_live, ready=self._is_ready, facts=self._facts),
+        )
+        await self._say_alive(care_store)
+        stack.push_async_callback(self._say_gone, care_store)
+        await heart.start()
+        stack.push_async_callback(heart.stop)
+        self._slots.start()
+        stack.push_async_callback(self._slots.close)
+        self._start_loops(stack, care_store)
+        log.info(
+            "outbox.started",
+            version=__version__,
+            worker=settings.worker,
+            topics=sorted(self._handlers),
+            generations=settings.generations,
+            schema=self.outbox.schema,
+            concurrency=settings.concurrency,
+            batch=settings.batch,
+            lease=settings.seconds("lease"),
+            notify=settings.notify,
+            suspects="child process" if self._target else "alone in this process",
+        )
+
+    def _start_loops(self, stack: AsyncExitStack, care_store: Store) -> None:
+        settings = self.settings
+        loops: dict[str, Callable[[], Awaitable[None]]] = {
+            "claim": self._intake.run,
+            "settle": self._settler.run,
+            "suspects": self._suspects.run,
+            "watchdog": lambda: care.watchdog(care_store, settings),
+            "heal": lambda: care.heal(care_store),
+            "pause": lambda: self._release_paused(care_store),
+            "summary": self._summarise,
+        }
+        if settings.notify:
+            loops["listen"] = self._listen
+        if settings.retention is not None:
+            retention = as_timedelta("retention", settings.retention)
+            loops["prune"] = lambda: care.prune(care_store, retention)
+        if settings.burst:
+            loops["burst"] = self._stop_when_done
+        self._tasks = {
+            name: asyncio.create_task(keep_going(name, loop, self._condition), name=f"pulse-outbox-{name}")
+            for name, loop in loops.items()
+        }
+
+        async def end_loops() -> None:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.wait(self._tasks.values(), timeout=2)
+
+        stack.push_async_callback(end_loops)
+
+    async def _drain(self) -> None:
+        """No more claims; what has not started goes back, what runs gets its grace, what ended is stored."""
+        self._intake.held = True
+        log.info("outbox.stopping", why=self._why, running=self._slots.running, waiting=self._slots.waiting)
+        self._give_back(self._handlers)
+        self._tasks["suspects"].cancel()
+        await self._suspects.close()
+        grace_ends = time.monotonic() + self.settings.seconds("grace")
+        while self._slots.running and time.monotonic() < grace_ends:
+            await asyncio.sleep(0.02)
+        if self._slots.running:
+            log.warning("outbox.grace_over", running=self._slots.running)
+            await self._slots.close()
+        writes_end = time.monotonic() + FINAL_WRITES
+        while not self._settler.idle and time.monotonic() < writes_end:
+            await asyncio.sleep(0.01)
+        self.abandoned = self._slots.running
+        log.info(
+            "outbox.stopped",
+            why=self._why,
+            abandoned=self.abandoned,
+            unstored=len(self._settler),
+            **_counts(self._tally),
+        )
+
+    # Parts
+
+    def _new_store(self, name: str) -> Store:
+        link = Link(self._dsn, name=f"pulse-outbox {name}")
+        return Store(link, schema=self.outbox.schema, retries=self.settings.retries)
+
+    async def _open_store(self, name: str, stack: AsyncExitStack) -> Store:
+        store = self._new_store(name)
+        stack.push_async_callback(store.close)
+        return store
+
+    async def _open_transactions(self, stack: AsyncExitStack) -> Transactions | None:
+        if not any(handler.transactional for handler in self._handlers.values()):
+            return None
+        transactions = Transactions(self._dsn, schema=self.outbox.schema)
+        await transactions.open()
+        stack.push_async_callback(transactions.close)
+        return transactions
+
+    async def _open_suspects(self, stack: AsyncExitStack) -> Suspects:
+        return LonelySuspects(
+            await self._open_store("suspects", stack),
+            settings=self.settings,
+            handlers=self._handlers,
+            in_flight=self._in_flight,
+            slots=self._slots,
+            intake=self._intake,
+        )
+
+    async def _listen(self) -> None:
+        def connected(is_up: bool) -> None:
+            if is_up:
+                self._condition.is_well("listen")
+
+        await listen(
+            self.settings.listen_dsn or self._dsn,
+            schema=self.outbox.schema,
+            wake=self._intake.wake,
+            connected=connected,
+        )
+
+    # What the parts tell each other
+
+    def _deliver(self, outcome: Outcome) -> None:
+        self._settler.add(outcome)
+        self._intake.room_made()
+
+    def _settled(self, outcome: Outcome, answer: Answer | None) -> None:
+        """A result is stored, or refused."""
+        self._intake.room_made()
+        tally = self._tally
+        if answer == "lost":
+            tally.lost += 1
+            log.warning("outbox.lease_lost", **job_fields(outcome.job), result=type(outcome).__name__.lower())
+            return
+        match outcome:
+            case Completed() | Over():
+                tally.completed += 1
+            case Failed():
+                self._log_failure(outcome, died=answer == "DEAD_LETTERED")
+            case Snoozed():
+                tally.snoozed += 1
+                log.info(
+                    "outbox.snoozed",
+                    **job_fields(outcome.job),
+                    delay=outcome.delay.total_seconds(),
+                    reason=outcome.reason,
+                )
+            case Released():
+                tally.released += 1
+            case Lapsed():
+                tally.dead += answer == "DEAD_LETTERED"
+                log.warning("outbox.lapsed", **job_fields(outcome.job), error=outcome.error, status=answer)
+            case _:
+                assert_never(outcome)
+
+    def _log_failure(self, outcome: Failed, *, died: bool) -> None:
+        fields = {
+            **job_fields(outcome.job),
+            "error": outcome.error,
+            "verdict": outcome.failure.get("verdict"),
+            "rule": outcome.failure.get("rule"),
+        }
+        if died:
+            self._tally.dead += 1
+            log.error("outbox.dead_lettered", **fields)
+        else:
+            self._tally.retried += 1
+            log.warning("outbox.failed", **fields, delay=round(outcome.delay.total_seconds(), 3))
+
+    def _lost(self, job: Job) -> None:
+        """A heartbeat found that a lease is somebody else's. A running handler goes on; its result will be refused."""
+        if job.stage == "waiting":
+            job.stage = "withdrawn"
+            self._in_flight.remove(job)
+            self._tally.lost += 1
+            log.warning("outbox.lease_lost", **job_fields(job), result="not started")
+
+    def _slots_exhausted(self, why: str) -> None:
+        if not self._stopping.is_set():
+            self._exit_with_error = True
+            log.error(
+                "outbox.slots_exhausted", why=why, remedy="give the handler timeouts of its own, inside"
+            )
+            self.stop(why)
+
+    async def _say_alive(self, store: Store, *, sleeping: bool | None = None) -> None:
+        """Keeps this dispatcher's row true. Without *sleeping*: as it was."""
+        settings = self.settings
+        if sleeping is not None and sleeping == self._said_sleeping:
+            return
+        if sleeping is None:
+            sleeping = self._said_sleeping if self._said_sleeping is not None else True
+        await store.dispatcher_seen(
+            settings.worker,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            version=__version__,
+            topics=sorted(self._handlers),
+            generations=settings.generations,
+            in_flight=len(self._in_flight),
+            sleeping=sleeping and settings.notify,
+            lease=settings.lease_time,
+        )
+        self._said_sleeping = sleeping
+
+    async def _say_gone(self, store: Store) -> None:
+        try:
+            async with asyncio.timeout(2):
+                await store.dispatcher_gone(self.settings.worker)
+        except Exception as error:
+            log.info("outbox.goodbye_failed", error=type(error).__name__)
+
+    # Loops of its own
+
+    async def _release_paused(self, store: Store) -> None:
+        """Gives back what was claimed ahead of a pause."""
+        while True:
+            await asyncio.sleep(PAUSE_CHECK)
+            if self._slots.waiting and (paused := await store.paused()):
+                self._give_back(self._handlers if None in paused else paused)
+
+    def _give_back(self, topics: Container[str | None]) -> None:
+        """Releases what has not started."""
+        for job in self._slots.take_back(lambda job: job.claim.topic in topics):
+            self._settler.add(Released(job))
+
+    async def _stop_when_done(self) -> None:
+        while True:
+            await self._intake.nothing_due.wait()
+            if not len(self._in_flight) and self._settler.idle and self._intake.nothing_due.is_set():
+                self.stop("nothing is due or running")
+            await asyncio.sleep(0.02)
+
+    async def _summarise(self) -> None:
+        before = self._tally.copy()
+        while True:
+            await asyncio.sleep(SUMMARY_INTERVAL)
+            now = self._tally.copy()
+            if now != before or self._condition.complaints:
+                done = {name: count - getattr(before, name) for name, count in _counts(now).items()}
+                log.info(
+                    "outbox.summary",
+                    seconds=SUMMARY_INTERVAL,
+                    in_flight=len(self._in_flight),
+                    unstored=len(self._settler),
+                    wrong=self._condition.in_words(),
+                    **done,
+                )
+            before = now
+
+    # Health
+
+    def _is_live(self) -> list[str]:
+        loop = self._condition.complaints.get("loop")
+        return [loop[0]] if loop and time.monotonic() - loop[1] > self.settings.seconds("lease") else []
+
+    def _is_ready(self) -> list[str]:
+        return self._condition.in_words() + (["the process is ending"] if self._stopping.is_set() else [])
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "worker": self.settings.worker,
+            "version": __version__,
+            "in_flight": len(self._in_flight),
+            "unstored": len(self._settler),
+            **_counts(self._tally),
+        }
+
+
+def _counts(tally: Tally) -> dict[str, int]:
+    return {name: getattr(tally, name) for name in tally.__slots__}

@@ -1,0 +1,174 @@
+"""The heart: a thread with an event loop and a connection of its own, so that no handler can stop it.
+
+It extends the leases of everything that this process holds, says that the process is alive, watches the main event
+loop, and answers the health endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import structlog
+
+from pulse_outbox.dispatcher.health import serve_health
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from pulse_outbox.dispatcher.health import Health
+    from pulse_outbox.dispatcher.jobs import InFlight, Job
+    from pulse_outbox.dispatcher.settings import DispatcherSettings
+    from pulse_outbox.dispatcher.state import Condition
+    from pulse_outbox.store import Store
+
+log = structlog.get_logger("pulse_outbox")
+
+CHUNK = 5000
+"""Leases that one statement extends."""
+LOCKED_PAUSE = 0.5
+FAILED_PAUSE = 1.0
+WATCH_INTERVAL = 0.25
+
+
+class Heart:
+    """Runs from `start` to `stop`. *open_store* is called in the thread: a connection belongs to its loop."""
+
+    def __init__(
+        self,
+        *,
+        settings: DispatcherSettings,
+        in_flight: InFlight,
+        condition: Condition,
+        open_store: Callable[[], Store],
+        say_alive: Callable[[Store], Awaitable[None]],
+        lost: Callable[[Job], None],
+        health: Health,
+    ) -> None:
+        self._settings = settings
+        self._in_flight = in_flight
+        self._condition = condition
+        self._open_store = open_store
+        self._say_alive = say_alive
+        self._lost = lost
+        self._health = health
+        self._main = asyncio.get_running_loop()
+        self._seen = time.monotonic()
+        self._blocked = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._live, name="pulse-outbox-heart", daemon=True)
+
+    async def start(self) -> None:
+        """Starts the thread; raises what kept it from starting (an address in use, say)."""
+        self._thread.start()
+        await asyncio.to_thread(self._ready.wait)
+        if self._failure is not None:
+            raise self._failure
+
+    async def stop(self) -> None:
+        """Ends the thread."""
+        if self._loop is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            await asyncio.to_thread(self._thread.join, 5)
+
+    def _live(self) -> None:
+        try:
+            asyncio.run(self._beat_until_stopped())
+        except BaseException as error:
+            self._failure = error
+            if self._ready.is_set():
+                log.exception("outbox.heart_died")
+        finally:
+            self._ready.set()
+
+    async def _beat_until_stopped(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        store = self._open_store()
+        async with serve_health(self._settings.health, self._health):
+            self._ready.set()
+            tasks = [
+                asyncio.create_task(self._beat_for_ever(store)),
+                asyncio.create_task(self._watch_for_ever(store)),
+            ]
+            await self._stop.wait()
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=2)
+        await store.close()
+
+    # Leases
+
+    async def _beat_for_ever(self, store: Store) -> None:
+        interval = self._settings.seconds("heartbeat")
+        while True:
+            started = time.monotonic()
+            try:
+                await self._beat(store)
+            except Exception as error:
+                # The next try comes soon: what is lost here is lease time.
+                if self._condition.complain("heartbeat", f"heartbeats fail: {type(error).__name__}"):
+                    log.warning("outbox.heartbeat_failed", error=type(error).__name__)
+                await asyncio.sleep(min(FAILED_PAUSE, interval))
+                continue
+            if (silence := self._condition.is_well("heartbeat")) is not None:
+                log.info("outbox.heartbeat_recovered", after_seconds=round(silence, 1))
+            await asyncio.sleep(max(0.0, interval - (time.monotonic() - started)))
+
+    async def _beat(self, store: Store) -> None:
+        """One heartbeat for every job that is not brand new; locked rows are tried again until they are free."""
+        await self._say_alive(store)
+        # What was claimed a moment ago is covered until the beat after this one.
+        jobs = list(self._in_flight.older_than(self._settings.seconds("heartbeat") / 2))
+        give_up_at = time.monotonic() + self._settings.seconds("heartbeat") / 2
+        while jobs:
+            locked: list[Job] = []
+            for first in range(0, len(jobs), CHUNK):
+                chunk = jobs[first : first + CHUNK]
+                answers = await store.heartbeat([job.claim for job in chunk], lease=self._settings.lease_time)
+                for job in chunk:
+                    match answers.get(job.claim.event_id):
+                        case "locked":
+                            locked.append(job)
+                        case "lost" if job in self._in_flight:
+                            self._main.call_soon_threadsafe(self._lost, job)
+            if not locked or time.monotonic() > give_up_at:
+                return
+            await asyncio.sleep(LOCKED_PAUSE)
+            jobs = [job for job in locked if job in self._in_flight]
+
+    # The main event loop
+
+    async def _watch_for_ever(self, store: Store) -> None:
+        lease = self._settings.seconds("lease")
+        while True:
+            self._main.call_soon_threadsafe(self._loop_is_alive)
+            await asyncio.sleep(min(WATCH_INTERVAL, lease / 10))
+            still_for = time.monotonic() - self._seen
+            if still_for > lease / 3:
+                self._condition.complain("loop", "a handler blocks the event loop")
+            if still_for > lease and not self._blocked:
+                self._blocked = True
+                await self._release_waiting(store, still_for)
+
+    def _loop_is_alive(self) -> None:
+        self._seen = time.monotonic()
+        self._blocked = False
+        self._condition.is_well("loop")
+
+    async def _release_waiting(self, store: Store, still_for: float) -> None:
+        """The loop stands still: what has not started may run elsewhere. What runs keeps its lease."""
+        waiting = [job for job in self._in_flight.snapshot() if job.stage == "waiting"]
+        for job in waiting:
+            job.stage = "withdrawn"  # first, so that the loop does not start it should it wake up now
+        log.error("outbox.loop_blocked", seconds=round(still_for, 1), released=len(waiting))
+        try:
+            await store.release([job.claim for job in waiting])
+        except Exception as error:
+            log.warning("outbox.release_failed", error=type(error).__name__, jobs=len(waiting))
+        for job in waiting:
+            self._main.call_soon_threadsafe(self._in_flight.remove, job)

@@ -1,0 +1,235 @@
+"""The intake: decides how much to claim, claims it, and knows when to sleep."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import structlog
+
+from pulse_outbox.dispatcher.jobs import Job
+from pulse_outbox.dispatcher.lanes import Lanes
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from pulse_outbox.dispatcher.jobs import InFlight
+    from pulse_outbox.dispatcher.lanes import LaneKey
+    from pulse_outbox.dispatcher.running import Slots
+    from pulse_outbox.dispatcher.settings import DispatcherSettings
+    from pulse_outbox.dispatcher.settling import Settler
+    from pulse_outbox.dispatcher.state import Condition, Tally
+    from pulse_outbox.handlers import Handler
+    from pulse_outbox.store import Claim, Store
+
+log = structlog.get_logger("pulse_outbox")
+
+AHEAD = 0.1
+"""How much work may wait in memory, in seconds of what is being completed at present."""
+LISTING_INTERVAL = 1.0
+"""The lanes are listed at least this often under load, in seconds, and more often where that is cheap …"""
+LISTING_INTERVAL_MIN = 0.05
+LISTING_SHARE = 0.02
+"""… which means that listing takes at most this share of the time."""
+FIRST_NAP = 0.02
+"""The first sleep after falling idle, in seconds; it doubles up to the poll interval."""
+FIRST_NAP_DEAF = 0.002
+"""The same while producers do not notify, so that polling is as quick as a notification."""
+DEAF_WINDOW = 0.25
+DEAF_RATE = 200
+"""Claimed events per second from which on producers are told not to notify …"""
+HEARING_NAP = 0.05
+"""… until the naps have become this long."""
+
+
+class Intake:
+    """Claims for one process."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        settings: DispatcherSettings,
+        handlers: Mapping[str, Handler],
+        in_flight: InFlight,
+        slots: Slots,
+        settler: Settler,
+        condition: Condition,
+        tally: Tally,
+        say_sleeping: Callable[[bool], Awaitable[None]],
+        suspects_due: Callable[[Sequence[LaneKey]], None],
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._handlers = handlers
+        self._topics = sorted(handlers)
+        self._budgets = [handlers[topic].retry.max_attempts for topic in self._topics]
+        self._in_flight = in_flight
+        self._slots = slots
+        self._settler = settler
+        self._condition = condition
+        self._tally = tally
+        self._say_sleeping = say_sleeping
+        self._suspects_due = suspects_due
+        self._lanes = Lanes()
+        self._listed_at = 0.0
+        self._listing_interval = 0.0
+        self._relist = True
+        self._stirred = asyncio.Event()
+        self._needs_room = False
+        self._nap = FIRST_NAP
+        self._deaf = False
+        self._window_at = 0.0
+        self._window_claimed = 0
+        self._rate = 0.0
+        self._rate_at = time.monotonic()
+        self._rate_completed = 0
+        self.nothing_due = asyncio.Event()
+        """Set while the last listing showed nothing that could run now."""
+        self.held = False
+        """While true nothing is claimed: the process ends, or a suspect runs alone in it."""
+
+    def wake(self) -> None:
+        """There may be new work."""
+        self._relist = True
+        self._stirred.set()
+
+    def room_made(self) -> None:
+        """A job has ended, or a result was stored."""
+        if self._needs_room:
+            self._stirred.set()
+
+    async def run(self) -> None:
+        """Claims for ever."""
+        while True:
+            wanted = self._wanted()
+            if wanted < 1:
+                await self._wait_for_room()
+                continue
+            if self._relist or time.monotonic() >= self._listed_at + self._listing_interval:
+                await self._list()
+            plan = self._lanes.plan(wanted, self._room_of, time.monotonic())
+            if plan is None:
+                await self._rest()
+                continue
+            claimed_at = time.monotonic()
+            claims = await self._store.claim(
+                limit=plan.limit,
+                topics=self._topics,
+                worker=self._settings.worker,
+                lease=self._settings.lease_time,
+                budgets=self._budgets,
+                slots=self._slots.free,
+                lanes=plan.lanes,
+            )
+            self._lanes.note(plan, claims)
+            if claims:
+                self._take_in(claims, claimed_at)
+                await self._stop_listening_when_busy(len(claims))
+
+    # How much
+
+    def _wanted(self) -> int:
+        """How many to claim now: what can start at once, and about 100 ms of work beyond."""
+        if self.held:
+            return 0
+        if len(self._settler) >= 4 * self._settings.batch:
+            return 0  # the database does not take results: do not add to them
+        free = self._slots.free
+        ahead = min(self._settings.batch, int(self._completion_rate() * AHEAD))
+        waiting = self._slots.waiting
+        # Half empty before it is filled again: claims are cheaper by the dozen.
+        if not free and waiting > ahead // 2:
+            return 0
+        return min(self._settings.batch, free + max(0, ahead - waiting))
+
+    def _room_of(self, topic: str) -> int:
+        limit = self._handlers[topic].concurrency
+        return self._settings.batch if limit is None else limit - self._in_flight.of_topic(topic)
+
+    def _completion_rate(self) -> float:
+        """Jobs ended per second, over the last moments."""
+        now = time.monotonic()
+        if (passed := now - self._rate_at) >= 0.05:
+            ended = self._tally.completed + self._tally.retried + self._tally.dead
+            fresh = (ended - self._rate_completed) / passed
+            self._rate = fresh if fresh > self._rate else 0.7 * self._rate + 0.3 * fresh
+            self._rate_at, self._rate_completed = now, ended
+        return self._rate
+
+    # What
+
+    async def _list(self) -> None:
+        self._relist = False
+        started = time.monotonic()
+        listed = await self._store.lanes(self._topics, self._settings.generations)
+        now = time.monotonic()
+        self._lanes.refresh(listed, now)
+        self._listed_at = now
+        self._listing_interval = min(
+            LISTING_INTERVAL, max(LISTING_INTERVAL_MIN, (now - started) / LISTING_SHARE)
+        )
+        self._condition.storage_is_well()
+        if suspects := self._lanes.suspects(now):
+            self._suspects_due(suspects)
+
+    def _take_in(self, claims: Sequence[Claim], claimed_at: float) -> None:
+        self.nothing_due.clear()
+        self._nap = FIRST_NAP_DEAF if self._deaf else FIRST_NAP
+        self._tally.claimed += len(claims)
+        jobs = [Job(claim, self._handlers[claim.topic], claimed_at) for claim in claims]
+        for job in jobs:
+            self._in_flight.add(job)
+        # A budget of one must not wait in memory: those were claimed for slots that are free, and go first.
+        jobs.sort(key=lambda job: job.claim.max_attempts != 1)
+        self._slots.add(jobs)
+
+    # When
+
+    async def _wait_for_room(self) -> None:
+        self._needs_room = True
+        self._stirred.clear()
+        await self._stirred.wait()
+        self._needs_room = False
+
+    async def _rest(self) -> None:
+        """No lane is worth asking: looks at them once more, and sleeps until one is due."""
+        if time.monotonic() - self._listed_at > self._nap / 2:
+            await self._list()
+        now = time.monotonic()
+        if self._lanes.plan(1, self._room_of, now) is not None:
+            return
+        due = self._lanes.next_due()
+        self._needs_room = (
+            due is not None and due <= now
+        )  # there is work, for handlers that are at their limit
+        if not self._needs_room:
+            self.nothing_due.set()
+        if self._nap > HEARING_NAP:
+            self._deaf = False
+            await self._say_sleeping(True)
+        nap = self._nap if due is None or due <= now else min(self._nap, due - now)
+        self._nap = min(self._nap * 2, self._settings.seconds("poll"))
+        self._stirred.clear()
+        if not self._relist:  # a wake-up may have come while this was busy falling asleep
+            await self._sleep(nap)
+        self._needs_room = False
+        self._listed_at = 0.0
+
+    async def _sleep(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stirred.wait()
+        except TimeoutError:
+            return
+
+    async def _stop_listening_when_busy(self, claimed: int) -> None:
+        """Under load a notification for every commit would cost producers a lock that they all share."""
+        now = time.monotonic()
+        if now - self._window_at > DEAF_WINDOW:
+            self._window_at, self._window_claimed = now, 0
+        self._window_claimed += claimed
+        if not self._deaf and self._window_claimed >= DEAF_RATE * DEAF_WINDOW:
+            self._deaf = True
+            await self._say_sleeping(False)

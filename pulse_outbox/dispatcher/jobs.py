@@ -1,0 +1,128 @@
+"""A job that this process holds, and the outcome of running it: a value, which is then one write."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from pulse_outbox.handlers import Handler
+    from pulse_outbox.store import Claim
+
+Stage = Literal["waiting", "running", "finished", "withdrawn"]
+
+
+class Job:
+    """One claim that this process holds, from the claim until its result is stored."""
+
+    __slots__ = ("claim", "claimed_at", "handler", "stage")
+
+    def __init__(self, claim: Claim, handler: Handler, claimed_at: float) -> None:
+        self.claim = claim
+        self.handler = handler
+        self.claimed_at = claimed_at
+        """On this process's monotonic clock, before the claim was sent."""
+        self.stage: Stage = "waiting"
+
+    def __repr__(self) -> str:
+        return f"<Job {self.claim.topic} {self.claim.event_id} {self.stage}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """The handler returned."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The handler raised, or its time ran out. The delay counts when the budget has something left."""
+
+    job: Job
+    error: str
+    failure: Mapping[str, Any]
+    delay: timedelta
+    terminal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Snoozed:
+    """The handler asked to be called later."""
+
+    job: Job
+    delay: timedelta
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """It was never started."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class Lapsed:
+    """The child process that ran it has died."""
+
+    job: Job
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """There is nothing left to store: its own transaction completed it, or the lease was lost."""
+
+    job: Job
+
+
+Outcome = Completed | Failed | Snoozed | Released | Lapsed | Over
+
+
+class InFlight:
+    """The jobs that this process holds, oldest claim first.
+
+    Written by the event loop, read by the heart's thread: each method is one step under the interpreter's lock.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: dict[Job, None] = {}
+        self._by_topic: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __contains__(self, job: object) -> bool:
+        return job in self._jobs
+
+    def of_topic(self, topic: str) -> int:
+        """How many of this topic."""
+        return self._by_topic.get(topic, 0)
+
+    def add(self, job: Job) -> None:
+        """From its claim on."""
+        self._jobs[job] = None
+        topic = job.claim.topic
+        self._by_topic[topic] = self._by_topic.get(topic, 0) + 1
+
+    def remove(self, job: Job) -> None:
+        """Its result is stored, or is nobody's business any more."""
+        if self._jobs.pop(job, job) is None:
+            self._by_topic[job.claim.topic] -= 1
+
+    def snapshot(self) -> list[Job]:
+        """All of them at this moment."""
+        return list(self._jobs)
+
+    def older_than(self, seconds: float) -> Iterator[Job]:
+        """Those claimed longer ago than this."""
+        limit = time.monotonic() - seconds
+        for job in self.snapshot():
+            if job.claimed_at > limit:
+                return
+            yield job

@@ -1,0 +1,115 @@
+"""Which lanes to claim from, how many from each, and where in each to start. Knows no database.
+
+A lane is claimed from where the last claim ended, so that rows which vacuum could not remove yet are not walked over
+again. What appears behind that position (a late commit, a row whose lock was given back) is found when the lanes are
+listed anew: at least once a second under load, and before every sleep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from datetime import datetime
+
+    from pulse_outbox.store import Claim, Lane
+
+
+class LaneKey(NamedTuple):
+    """What makes a lane."""
+
+    topic: str
+    generation: int
+    lapses: int
+    priority: int
+
+
+@dataclass(slots=True)
+class _Place:
+    next_run_at: datetime
+    seq: int
+    due_at: float
+    """On this process's monotonic clock."""
+    short: bool = False
+    """The last claim found less than it asked for: not worth asking again before the next listing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimPlan:
+    """One claim call: the lanes in order, each with its quota."""
+
+    limit: int
+    lanes: list[dict[str, Any]]
+    quotas: dict[LaneKey, int]
+
+
+class Lanes:
+    """The lanes that had work when they were last listed."""
+
+    def __init__(self) -> None:
+        self._places: dict[LaneKey, _Place] = {}
+        self._turn = 0
+
+    def refresh(self, listed: Iterable[Lane], now: float) -> None:
+        """Starts again from a fresh listing."""
+        self._places = {
+            LaneKey(lane.topic, lane.generation, lane.lapses, lane.priority): _Place(
+                lane.next_run_at, lane.seq, now + lane.due_in
+            )
+            for lane in listed
+        }
+
+    def next_due(self) -> float | None:
+        """When the first lane is due, on the monotonic clock; None when there is no work at all."""
+        return min((place.due_at for place in self._places.values()), default=None)
+
+    def suspects(self, now: float) -> list[LaneKey]:
+        """Due lanes of events whose lease has lapsed."""
+        return [key for key, place in self._places.items() if key.lapses and place.due_at <= now]
+
+    def plan(self, limit: int, room: Callable[[str], int], now: float) -> ClaimPlan | None:
+        """A claim of up to *limit* events, the same share for every topic; None when no lane is worth asking.
+
+        *room* says how many more of a topic its handler could run.
+        """
+        by_topic: dict[str, list[LaneKey]] = {}
+        for key, place in self._places.items():
+            if not key.lapses and not place.short and place.due_at <= now and room(key.topic) > 0:
+                by_topic.setdefault(key.topic, []).append(key)
+        if not by_topic or limit < 1:
+            return None
+        topics = sorted(by_topic)
+        # Whose turn it is to be first goes round: with fewer places than topics everyone gets one in time.
+        self._turn = (self._turn + 1) % len(topics)
+        topics = topics[self._turn :] + topics[: self._turn]
+        share = -(-limit // len(topics))
+        quotas = {
+            key: min(share, room(topic))
+            for topic in topics
+            for key in sorted(by_topic[topic], key=lambda key: (-key.priority, key.generation))
+        }
+        return ClaimPlan(limit=limit, lanes=[self._asked(key, quotas[key]) for key in quotas], quotas=quotas)
+
+    def note(self, plan: ClaimPlan, claims: Sequence[Claim]) -> None:
+        """Moves the lanes on after a claim (whose rows come in order)."""
+        taken = dict.fromkeys(plan.quotas, 0)
+        for claim in claims:
+            key = LaneKey(claim.topic, claim.generation, claim.lapses, claim.priority)
+            taken[key] = taken.get(key, 0) + 1
+            if place := self._places.get(key):
+                place.next_run_at, place.seq = claim.next_run_at, claim.seq + 1
+        if len(claims) < plan.limit:
+            for key, quota in plan.quotas.items():
+                if taken[key] < quota and (place := self._places.get(key)):
+                    place.short = True
+
+    def _asked(self, key: LaneKey, quota: int) -> dict[str, Any]:
+        place = self._places[key]
+        return {
+            **key._asdict(),
+            "quota": quota,
+            "next_run_at": place.next_run_at.isoformat(),
+            "seq": place.seq,
+        }

@@ -1,0 +1,194 @@
+"""Storing results: outcomes are gathered while a write is under way, and go into the next one together.
+
+A result is offered until the database accepts or refuses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, assert_never
+
+import psycopg
+import structlog
+
+from pulse_outbox.dispatcher.jobs import (
+    Completed,
+    Failed,
+    Lapsed,
+    Over,
+    Released,
+    Snoozed,
+)
+from pulse_outbox.errors import OutboxError
+from pulse_outbox.storage_retry import is_retryable
+from pulse_outbox.store import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from uuid import UUID
+
+    from pulse_outbox.dispatcher.jobs import InFlight, Job, Outcome
+    from pulse_outbox.dispatcher.state import Condition
+    from pulse_outbox.store import Answer, Store
+
+log = structlog.get_logger("pulse_outbox")
+
+LOCKED_PAUSE = 0.05
+"""How long a result waits whose row somebody else has locked, in seconds; it doubles up to the next."""
+LOCKED_PAUSE_MAX = 2.0
+UNSTORABLE = "the failure could not be stored as it was reported"
+
+
+class Settler:
+    """Takes outcomes at any time and writes them in batches, one write at a time."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        in_flight: InFlight,
+        batch: int,
+        condition: Condition,
+        settled: Callable[[Outcome, Answer | None], None],
+    ) -> None:
+        self._store = store
+        self._in_flight = in_flight
+        self._batch = batch
+        self._condition = condition
+        self._settled = settled
+        self._waiting: list[Outcome] = []
+        self._wanted = asyncio.Event()
+        self._busy = False
+        self._locked_tries: dict[Job, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._locked_tries)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, and nothing is being written."""
+        return not self._waiting and not self._busy and not self._locked_tries
+
+    def add(self, outcome: Outcome) -> None:
+        """To be written as soon as the write under way is done."""
+        self._waiting.append(outcome)
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Writes for ever. An error that retrying did not cure leaves all results where they are."""
+        while True:
+            await self._wanted.wait()
+            self._busy = True
+            batch, self._waiting = self._waiting[: self._batch], self._waiting[self._batch :]
+            if not self._waiting:
+                self._wanted.clear()
+            try:
+                await self._write(batch)
+            except BaseException:
+                self._waiting = batch + self._waiting
+                self._wanted.set()
+                raise
+            finally:
+                self._busy = False
+
+    async def _write(self, batch: list[Outcome]) -> None:
+        """One call for each kind of outcome; what has been answered leaves *batch*, whatever happens to the rest."""
+        for kind in {type(outcome) for outcome in batch}:
+            group = [outcome for outcome in batch if type(outcome) is kind]
+            for part in _alike(group):
+                await self._offer(part)
+                done = set(map(id, part))
+                batch[:] = [outcome for outcome in batch if id(outcome) not in done]
+
+    async def _offer(self, part: list[Outcome]) -> None:
+        try:
+            answers = await self._send(part)
+        except (psycopg.Error, OutboxError) as error:
+            if is_retryable(error) or isinstance(error, psycopg.OperationalError):
+                raise
+            await self._isolate(part, error)
+            return
+        self._condition.storage_is_well()
+        for outcome in part:
+            self._answered(outcome, answers.get(outcome.job.claim.event_id))
+
+    async def _isolate(self, part: list[Outcome], error: Exception) -> None:
+        """The database refuses this batch for good: find the one that it refuses, and spare the others."""
+        if len(part) > 1:
+            for outcome in part:
+                await self._offer([outcome])
+            return
+        [outcome] = part
+        if isinstance(outcome, Failed) and outcome.error != UNSTORABLE:
+            plain = Failed(outcome.job, UNSTORABLE, {"rule": "unstorable"}, outcome.delay, outcome.terminal)
+            await self._offer([plain])
+            return
+        log.error(
+            "outbox.settle_refused",
+            event_id=str(outcome.job.claim.event_id),
+            topic=outcome.job.claim.topic,
+            outcome=type(outcome).__name__,
+            sqlstate=getattr(error, "sqlstate", None),
+        )
+        self._over(outcome, "lost")  # its lease runs out, and the watchdog decides
+
+    async def _send(self, part: Sequence[Outcome]) -> Mapping[UUID, Answer]:
+        """The one call that stores outcomes of one kind."""
+        claims = [outcome.job.claim for outcome in part]
+        first = part[0]
+        match first:
+            case Completed():
+                return await self._store.complete(claims, delete=first.job.handler.completed == "delete")
+            case Failed():
+                return await self._store.fail([_failure(outcome) for outcome in part])
+            case Snoozed():
+                delays = [outcome.delay for outcome in part if isinstance(outcome, Snoozed)]
+                return await self._store.snooze(claims, delays)
+            case Released():
+                return await self._store.release(claims)
+            case Lapsed():
+                return await self._store.lapse(claims, first.error)
+            case Over():
+                return {}
+            case _:
+                assert_never(first)
+
+    def _answered(self, outcome: Outcome, answer: Answer | None) -> None:
+        if answer == "locked":
+            tries = self._locked_tries.get(outcome.job, 0)
+            self._locked_tries[outcome.job] = tries + 1
+            pause = min(LOCKED_PAUSE * 2**tries, LOCKED_PAUSE_MAX)
+            asyncio.get_running_loop().call_later(pause, self.add, outcome)
+            return
+        self._over(outcome, answer)
+
+    def _over(self, outcome: Outcome, answer: Answer | None) -> None:
+        self._locked_tries.pop(outcome.job, None)
+        self._in_flight.remove(outcome.job)
+        self._settled(outcome, answer)
+
+
+def _alike(group: list[Outcome]) -> list[list[Outcome]]:
+    """Splits outcomes of one kind by what is the same for a whole call."""
+    parts: dict[object, list[Outcome]] = {}
+    for outcome in group:
+        match outcome:
+            case Completed():
+                same: object = outcome.job.handler.completed
+            case Lapsed():
+                same = outcome.error
+            case _:
+                same = None
+        parts.setdefault(same, []).append(outcome)
+    return list(parts.values())
+
+
+def _failure(outcome: Outcome) -> Failure:
+    assert isinstance(outcome, Failed)
+    return Failure(
+        held=outcome.job.claim,
+        error=outcome.error,
+        failure=outcome.failure,
+        delay=outcome.delay,
+        terminal=outcome.terminal,
+    )

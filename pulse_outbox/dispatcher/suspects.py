@@ -1,0 +1,113 @@
+"""Suspects: events whose lease lapsed, run so that one that kills its worker takes nobody with it.
+
+This is how a dispatcher does it that was built in code: it can't start itself again as a child, so it lets its other
+jobs finish and runs the suspect with nothing beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import structlog
+
+from pulse_outbox.dispatcher.jobs import Job
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pulse_outbox.dispatcher.intake import Intake
+    from pulse_outbox.dispatcher.jobs import InFlight
+    from pulse_outbox.dispatcher.lanes import LaneKey
+    from pulse_outbox.dispatcher.running import Slots
+    from pulse_outbox.dispatcher.settings import DispatcherSettings
+    from pulse_outbox.handlers import Handler
+    from pulse_outbox.store import Store
+
+log = structlog.get_logger("pulse_outbox")
+
+TURN_FOR_OTHERS = 0.5
+"""How long everybody else runs between two suspects, in seconds."""
+
+
+class Suspects(Protocol):
+    """Whoever runs the suspects of a dispatcher."""
+
+    def due(self, lanes: Sequence[LaneKey]) -> None:
+        """There are some."""
+
+    async def run(self) -> None:
+        """Runs them for ever."""
+
+    async def close(self) -> None:
+        """Ends what is left."""
+
+
+class LonelySuspects:
+    """Runs one suspect after the other in this process, each with nothing beside it."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        settings: DispatcherSettings,
+        handlers: Mapping[str, Handler],
+        in_flight: InFlight,
+        slots: Slots,
+        intake: Intake,
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._handlers = handlers
+        self._in_flight = in_flight
+        self._slots = slots
+        self._intake = intake
+        self._lanes: Sequence[LaneKey] = ()
+        self._some = asyncio.Event()
+
+    def due(self, lanes: Sequence[LaneKey]) -> None:
+        """There are some."""
+        self._lanes = lanes
+        self._some.set()
+
+    async def close(self) -> None:
+        """Nothing is left that the slots don't end."""
+
+    async def run(self) -> None:
+        """One suspect at a time, and a turn for everybody else in between."""
+        while True:
+            await self._some.wait()
+            self._some.clear()
+            self._intake.held = True
+            try:
+                await self._quiet()
+                await self._run_one()
+                await self._quiet()
+            finally:
+                self._intake.held = False
+                self._intake.wake()
+            await asyncio.sleep(TURN_FOR_OTHERS)
+
+    async def _run_one(self) -> None:
+        topics = sorted(self._handlers)
+        claimed_at = time.monotonic()
+        claims = await self._store.claim(
+            limit=1,
+            topics=topics,
+            worker=self._settings.worker,
+            lease=self._settings.lease_time,
+            budgets=[self._handlers[topic].retry.max_attempts for topic in topics],
+            lanes=[{**lane._asdict(), "quota": 1} for lane in self._lanes],
+            alone=True,
+        )
+        for claim in claims:
+            log.info("outbox.suspect", event_id=str(claim.event_id), topic=claim.topic, lapses=claim.lapses)
+            job = Job(claim, self._handlers[claim.topic], claimed_at)
+            self._in_flight.add(job)
+            self._slots.add([job])
+
+    async def _quiet(self) -> None:
+        """Until this process holds nothing at all."""
+        while len(self._in_flight):
+            await asyncio.sleep(0.01)

@@ -1,0 +1,59 @@
+"""Wake-ups: LISTEN on a connection of its own. Polling alone is enough; this makes it quick."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import structlog
+from psycopg import sql
+
+from pulse_outbox.store import connection_string, shut_down
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = structlog.get_logger("pulse_outbox")
+
+CHECK_INTERVAL = 5.0
+"""How often a silent connection is asked whether it is still there, in seconds."""
+CHECK_TIMEOUT = 3.0
+
+
+async def listen(
+    dsn: str, *, schema: str, wake: Callable[[], None], connected: Callable[[bool], None]
+) -> None:
+    """Calls *wake* for every notification. Ends with an error when the connection is lost or no longer answers."""
+    conninfo = connection_string(dsn, "pulse-outbox listen")
+    async with await psycopg.AsyncConnection.connect(
+        conninfo, autocommit=True, prepare_threshold=None
+    ) as conn:
+        try:
+            await _within(CHECK_TIMEOUT, conn, _start(conn, f"{schema}_outbox_wake"))
+            connected(True)
+            wake()  # whatever was enqueued while nobody listened
+            while True:
+                async for _ in conn.notifies(timeout=CHECK_INTERVAL):
+                    wake()
+                # A connection can be dead without saying so: nothing but an answer shows that it lives.
+                await _within(CHECK_TIMEOUT, conn, _ask(conn))
+        finally:
+            connected(False)
+
+
+async def _start(conn: psycopg.AsyncConnection[Any], channel: str) -> None:
+    await conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
+
+
+async def _ask(conn: psycopg.AsyncConnection[Any]) -> None:
+    await conn.execute("select 1")
+
+
+async def _within(seconds: float, conn: psycopg.AsyncConnection[Any], question: Any) -> None:
+    asking = asyncio.ensure_future(question)
+    done, _ = await asyncio.wait({asking}, timeout=seconds)
+    if not done:
+        shut_down(conn)  # wakes the question with an error
+        await asyncio.wait({asking})
+    asking.result()
