@@ -26,7 +26,7 @@
 --               dispatcher_*     who is alive
 --   operators   outbox_replay, outbox_discard, outbox_pause, outbox_resume, outbox_prune; views dead_letter, topic_status
 --   at the end  outbox_grant: who may call what
---   inside      lock_claimed, unsettled, unpark, record_failure, paused_topics, whose_turn, take, lapse_delay,
+--   inside      lock_claimed, answers, unpark, record_failure, paused_topics, whose_turn, take, lapse_delay,
 --               hold_event, failure_cycle
 --
 -- Four rules hold everywhere:
@@ -35,7 +35,8 @@
 --   Rows that nobody could run now (finished, running, waiting for their key) are in no lane, so no claim walks over them.
 --
 --   The fence is (event_id, claim_token, RUNNING). Whoever writes after a claim goes through lock_claimed, which also
---   skips rows that somebody else has locked: nothing here ever waits for a row, so nothing here can deadlock.
+--   skips rows that somebody else has locked: no write after a claim waits for a row. Only two claims that go for the
+--   same ordering key at the same moment can wait for each other, in outbox_one_running_per_key: 23505 or 40P01, claim again.
 --
 --   p_now is null in production: the database's clock rules. Tests pass a time of their own.
 --
@@ -118,6 +119,9 @@ create table pulse.outbox (
   constraint outbox_numbers check (
     attempts >= 0 and snoozes >= 0 and lapses >= 0 and lease_seq >= 0 and generation >= 0
     and priority between -9 and 9 and max_attempts >= 1 and producer_max_attempts >= 1),
+  -- What a client can't hold it can't claim: the whole batch would lapse again and again.
+  constraint outbox_times check (
+    next_run_at between '2000-01-01 00:00Z' and '9000-01-01 00:00Z' and created_at between '2000-01-01 00:00Z' and '9000-01-01 00:00Z'),
   -- Keys are index entries: 400 characters of four bytes still fit. Bytes are counted first because that is cheaper.
   constraint outbox_topic_length check (
     topic <> '' and (octet_length(topic) <= 200 or char_length(topic) <= 200)),
@@ -285,29 +289,45 @@ begin
       raise exception 'max_attempts must be at least 1' using errcode = 'PO003';
     when p_generation < 0 then
       raise exception 'generation must not be negative' using errcode = 'PO003';
-    when p_run_at = 'infinity' or p_run_at = '-infinity' then
-      raise exception 'run_at must be a finite time' using errcode = 'PO003';
+    when p_run_at = '-infinity' or p_run_at >= '9000-01-01 00:00Z' then
+      raise exception 'run_at must be before the year 9000' using errcode = 'PO003';
     when p_dead_key not in ('hold', 'skip') then
       raise exception 'dead_key must be ''hold'' or ''skip''' using errcode = 'PO003';
     else
       null;
   end case;
 
+  -- An event without a given key has its own id for one: a given key that is such an id means that event.
+  if p_idempotency_key ~ '^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$' then
+    select o.event_id
+      into v_found
+      from pulse.outbox o
+     where o.event_id = p_idempotency_key::uuid
+       and o.idempotency_key = p_idempotency_key
+       and o.topic = p_topic;
+    if found then
+      return v_found;
+    end if;
+  end if;
+
   loop
     insert into pulse.outbox (
       event_id, topic, payload, headers, source, target, idempotency_key, ordering_key, priority, generation,
-      producer_max_attempts, max_attempts, next_run_at, created_at, holds_key, parked)
+      producer_max_attempts, next_run_at, created_at, holds_key, parked)
     values (
       v_event_id, p_topic, p_payload, coalesce(p_headers, '{}'), p_source, p_target,
       coalesce(p_idempotency_key, v_event_id::text), p_ordering_key, coalesce(p_priority, 0::smallint), coalesce(p_generation, 0),
-      p_max_attempts, p_max_attempts, greatest(p_run_at, v_now), v_now, coalesce(p_dead_key, 'hold') = 'hold',
-      -- Born waiting when an earlier event of its key is unfinished. If that one ends before this transaction commits,
-      -- nobody sees this row in time to unpark it: outbox_heal does.
+      p_max_attempts, greatest(p_run_at, v_now), v_now, coalesce(p_dead_key, 'hold') = 'hold',
+      -- Born parked behind a long queue of its key, which saves the claim a look at it. Not behind a short one: the
+      -- whole queue may end before this transaction commits, and then nobody would see this row in time to unpark it.
       p_ordering_key is not null and exists (
         select 1
           from pulse.outbox o
          where o.ordering_key = p_ordering_key
-           and (o.status in ('PENDING', 'RETRYING', 'RUNNING') or (o.status = 'DEAD_LETTERED' and o.holds_key))))
+           and (o.status in ('PENDING', 'RETRYING', 'RUNNING') or (o.status = 'DEAD_LETTERED' and o.holds_key))
+         order by o.ordering_key desc, o.seq desc
+        offset 15
+         limit 1))
     on conflict do nothing;
     exit when found;
 
@@ -360,9 +380,11 @@ begin
 end
 $$;
 
--- The answer for those of the given claims that a call did not settle: 'locked' (try again) or 'lost' (never yours again).
--- Nothing is said of a claim that an earlier call has settled in the wanted way: its answer was lost, not its result.
-create function pulse.unsettled(p_event_ids uuid[], p_tokens uuid[], p_wanted pulse.status[], p_gone_is_done boolean default false)
+-- The answer for each of the given claims after a call that was to settle them: 'locked' (try again), 'lost' (never yours
+-- again), or how it is settled, by this call or by an earlier one whose answer was lost. Of the settled it speaks only when
+-- asked to (p_loud): silence is success. Where rows are deleted, one that is gone is settled.
+create function pulse.answers(
+  p_event_ids uuid[], p_tokens uuid[], p_wanted pulse.status[], p_loud boolean default false, p_gone_is_done boolean default false)
 returns table (event_id uuid, answer text)
 language sql volatile
 set search_path = pg_catalog, pg_temp
@@ -370,12 +392,18 @@ set enable_seqscan = off
 set enable_hashjoin = off
 set enable_mergejoin = off
 as $$
-  select c.event_id,
-         case when o.claim_token = c.token and o.status = 'RUNNING' then 'locked' else 'lost' end
+  select c.event_id, a.answer
     from unnest(p_event_ids, p_tokens) as c (event_id, token)
     left join pulse.outbox o on o.event_id = c.event_id
-   where not coalesce(o.claim_token = c.token and o.status = any (p_wanted), false)
-     and not (p_gone_is_done and o.event_id is null)
+   cross join lateral (
+           select case
+                    when o.event_id is null and p_gone_is_done then null
+                    when o.claim_token is distinct from c.token then 'lost'
+                    when o.status = 'RUNNING' then 'locked'
+                    when o.status <> all (p_wanted) then 'lost'
+                    when p_loud then o.status::text
+                  end as answer) as a
+   where a.answer is not null
 $$;
 
 -- Gives the turn to the next event of each key: the lowest that is unfinished, if it is parked.
@@ -435,6 +463,7 @@ $$;
 create function pulse.record_failure(
   p_rows      tid[],
   p_event_ids uuid[],
+  p_tokens    uuid[],
   p_errors    text[],
   p_failures  jsonb[],
   p_delays    interval[],
@@ -460,14 +489,16 @@ begin
            f.failure,
            f.delay,
            o.attempts - c.refund as attempts,
-           case
-             when f.terminal or o.attempts - c.refund >= o.max_attempts then 'DEAD_LETTERED'
-             else 'RETRYING'
-           end::pulse.status as status
+           (case
+              when f.terminal then 'DEAD_LETTERED'
+              when c.refund = 1 or o.attempts < o.max_attempts then 'RETRYING'
+              else 'DEAD_LETTERED'
+            end)::pulse.status as status
       from pulse.outbox o
-      join unnest(p_event_ids, p_errors, p_failures, p_delays, p_terminal)
-             as f (event_id, error, failure, delay, terminal)
+      join unnest(p_event_ids, p_tokens, p_errors, p_failures, p_delays, p_terminal)
+             as f (event_id, token, error, failure, delay, terminal)
         on f.event_id = o.event_id
+       and f.token = o.claim_token
      cross join lateral (
              select (p_lapsed and not o.alone and o.max_attempts > 1)::integer as refund) as c
      where o.ctid = any (p_rows)
@@ -476,7 +507,7 @@ begin
      set status          = d.status,
          attempts        = d.attempts,
          lapses          = least(o.lapses + p_lapsed::integer, 32767)::smallint,
-         next_run_at     = case d.status when 'RETRYING' then p_now + d.delay else o.next_run_at end,
+         next_run_at     = case d.status when 'RETRYING' then least(p_now + d.delay, '9000-01-01 00:00Z') else o.next_run_at end,
          completed_at    = case d.status when 'DEAD_LETTERED' then p_now end,
          first_failed_at = coalesce(o.first_failed_at, p_now),
          last_error      = case when octet_length(d.error) <= 8192 then d.error else left(d.error, 2048) end,
@@ -488,14 +519,12 @@ begin
    where o.ctid = d.row
   returning o.event_id, o.status::text, o.topic, o.attempts, o.max_attempts, o.lapses, o.last_error;
 
-  -- A dead letter that lets its key go on ends its turn; one that holds it stays the head.
+  -- The turn may be over: by a dead letter that lets its key go on, or because an earlier event came late.
   v_keys := array(
     select distinct o.ordering_key
       from pulse.outbox o
      where o.event_id = any (p_event_ids)
-       and o.ordering_key is not null
-       and o.status = 'DEAD_LETTERED'
-       and not o.holds_key);
+       and o.ordering_key is not null);
   if cardinality(v_keys) > 0 then
     perform pulse.unpark(v_keys, p_now);
   end if;
@@ -569,7 +598,7 @@ $$;
 -- Of rows that the caller has locked: those whose turn it is. The others are parked until the end of the turn unparks them.
 -- Parking happens under a lock on the row that is waited for. If that can't be had, its turn may be ending right now, and
 -- the end would not see what is parked here: the row is left as it is, for the next claim to look at.
-create function pulse.whose_turn(p_rows tid[]) returns tid[]
+create function pulse.whose_turn(p_rows tid[], p_now timestamptz) returns tid[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
@@ -582,13 +611,15 @@ set plan_cache_mode = force_generic_plan
 as $$
 declare
   v_waiting  tid[];
+  v_seqs     bigint[];
   v_blockers uuid[];
   v_locked   uuid[];
+  v_stuck    text[];
 begin
-  select array_agg(w.row), array_agg(w.blocker)
-    into v_waiting, v_blockers
+  select array_agg(w.row), array_agg(w.seq), array_agg(w.blocker)
+    into v_waiting, v_seqs, v_blockers
     from (
-      select c.ctid as row, coalesce(nullif(head.event_id, c.event_id), running.event_id) as blocker
+      select c.ctid as row, c.seq, coalesce(nullif(head.event_id, c.event_id), running.event_id) as blocker
         from pulse.outbox c
        cross join lateral (
                select h.event_id
@@ -610,26 +641,34 @@ begin
     return p_rows;
   end if;
 
-  v_locked := array(
-    select b.event_id
-      from pulse.outbox b
-     where b.event_id = any (v_blockers)
-       and (b.status in ('PENDING', 'RETRYING', 'RUNNING') or (b.status = 'DEAD_LETTERED' and b.holds_key))
-       for no key update skip locked);
+  select array_agg(b.event_id), array_agg(b.ordering_key) filter (where b.parked)
+    into v_locked, v_stuck
+    from (
+      select o.event_id, o.ordering_key, o.parked
+        from pulse.outbox o
+       where o.event_id = any (v_blockers)
+         and (o.status in ('PENDING', 'RETRYING', 'RUNNING') or (o.status = 'DEAD_LETTERED' and o.holds_key))
+         for no key update skip locked) as b;
 
+  -- Once more under the lock: a blocker that comes later blocks only while it runs.
   update pulse.outbox o
      set parked = true
    where o.ctid = any (array(
            select w.row
-             from unnest(v_waiting, v_blockers) as w (row, blocker)
-            where w.blocker = any (v_locked)));
-
+             from unnest(v_waiting, v_seqs, v_blockers) as w (row, seq, blocker)
+             join pulse.outbox b on b.event_id = w.blocker
+            where b.event_id = any (v_locked)
+              and (b.seq < w.seq or b.status = 'RUNNING')));
+  if v_stuck is not null then
+    perform pulse.unpark(v_stuck, p_now);      -- a head that a race left parked: now is the time
+  end if;
   return array(select r from unnest(p_rows) as r where r <> all (v_waiting));
 end
 $$;
 
 -- Locks up to p_limit due rows of one lane, from a position on, and says where they are. Of rows with a budget of one it takes
--- no more than p_slots.
+-- no more than p_slots. Rows that can't be taken now are passed over, a few batches of them at the most: what blocks a
+-- key for long gets parked.
 create function pulse.take(
   p_topic       text,
   p_generation  bigint,
@@ -651,36 +690,47 @@ set jit = off
 set plan_cache_mode = force_generic_plan
 as $$
 declare
+  v_taken tid[] := '{}';
+  v_found tid[];
   v_rows  tid[];
   v_once  tid[];
   v_keyed boolean;
 begin
-  select array_agg(c.row), array_agg(c.row) filter (where c.once), bool_or(c.keyed)
-    into v_rows, v_once, v_keyed
-    from (
-      select o.ctid as row,
-             o.ordering_key is not null as keyed,
-             coalesce(o.producer_max_attempts, p_budget) = 1 as once
-        from pulse.outbox o
-       where o.topic = p_topic
-         and o.generation = p_generation
-         and o.lapses = p_lapses
-         and o.priority = p_priority
-         and o.status in ('PENDING', 'RETRYING')
-         and not o.parked
-         and (o.next_run_at, o.seq) >= (p_next_run_at, p_seq)
-         and o.next_run_at <= p_now
-       order by o.topic, o.generation, o.lapses, o.priority, o.next_run_at, o.seq
-       limit p_limit
-         for update skip locked) as c;
+  for v_round in 1 .. 5 loop
+    select array_agg(c.row), array_agg(c.row) filter (where c.once), bool_or(c.keyed)
+      into v_found, v_once, v_keyed
+      from (
+        select o.ctid as row,
+               o.ordering_key is not null as keyed,
+               coalesce(o.producer_max_attempts, p_budget) = 1 as once
+          from pulse.outbox o
+         where o.topic = p_topic
+           and o.generation = p_generation
+           and o.lapses = p_lapses
+           and o.priority = p_priority
+           and o.status in ('PENDING', 'RETRYING')
+           and not o.parked
+           and (o.next_run_at, o.seq) >= (p_next_run_at, p_seq)
+           and o.next_run_at <= p_now
+         order by o.topic, o.generation, o.lapses, o.priority, o.next_run_at, o.seq
+         limit p_limit - cardinality(v_taken)
+           for update skip locked) as c;
+    exit when v_found is null;
 
-  if cardinality(v_once) > p_slots then
-    v_rows := array(select r from unnest(v_rows) as r where r <> all (v_once[p_slots + 1:]));
-  end if;
-  if v_keyed then
-    v_rows := pulse.whose_turn(v_rows);
-  end if;
-  return coalesce(v_rows, '{}');
+    v_rows := v_found;
+    if v_keyed or cardinality(v_once) > p_slots then
+      select o.next_run_at, o.seq + 1
+        into p_next_run_at, p_seq
+        from pulse.outbox o
+       where o.ctid = v_found[cardinality(v_found)];
+      v_rows := array(select r from unnest(v_rows) as r where r <> all (coalesce(v_once[p_slots + 1:], '{}')));
+      v_rows := pulse.whose_turn(v_rows, p_now);
+    end if;
+    p_slots := greatest(0, p_slots - coalesce(cardinality(v_once), 0));
+    v_taken := v_taken || v_rows;
+    exit when cardinality(v_rows) = cardinality(v_found);
+  end loop;
+  return v_taken;
 end
 $$;
 
@@ -759,7 +809,7 @@ begin
   v_paused := pulse.paused_topics();
   if v_lanes is null then
     select jsonb_agg(to_jsonb(l) - array['next_run_at', 'seq', 'due_in']
-                     order by hashtextextended(l.topic, hashtextextended(p_token::text, 0)), l.topic, l.priority desc, l.generation, l.lapses),
+                     order by hashtextextended(l.topic, hashtextextended(p_token::text, 0)), l.topic, l.priority desc, l.next_run_at),
            count(distinct l.topic)
       into v_lanes, v_topics
       from pulse.outbox_lanes(p_topics, p_generations) as l
@@ -840,7 +890,7 @@ begin
   if cardinality(v_rows) < cardinality(p_event_ids) then
     return query
     select u.event_id, u.answer
-      from pulse.unsettled(p_event_ids, p_tokens, '{}') as u
+      from pulse.answers(p_event_ids, p_tokens, '{}') as u
       left join pulse.outbox o on o.event_id = u.event_id
      where u.answer = 'lost'
         or o.lease_until is distinct from v_until;
@@ -892,7 +942,7 @@ begin
     perform pulse.unpark(v_keys, v_now);
   end if;
   if cardinality(v_rows) < cardinality(p_event_ids) then
-    return query select * from pulse.unsettled(p_event_ids, p_tokens, '{COMPLETED}', p_delete);
+    return query select * from pulse.answers(p_event_ids, p_tokens, '{COMPLETED}', p_gone_is_done => p_delete);
   end if;
 end
 $$;
@@ -918,15 +968,8 @@ declare
   v_rows tid[] := pulse.lock_claimed(p_event_ids, p_tokens);
 begin
   perform pulse.record_failure(
-    v_rows, p_event_ids, p_errors, p_failures, p_delays, p_terminal, false, false, coalesce(p_now, clock_timestamp()));
-  return query
-  select o.event_id, o.status::text
-    from pulse.outbox o
-    join unnest(p_event_ids, p_tokens) as c (event_id, token) on c.event_id = o.event_id
-   where o.claim_token = c.token
-     and o.status in ('RETRYING', 'DEAD_LETTERED')
-  union all
-  select u.event_id, u.answer from pulse.unsettled(p_event_ids, p_tokens, '{RETRYING, DEAD_LETTERED}') as u;
+    v_rows, p_event_ids, p_tokens, p_errors, p_failures, p_delays, p_terminal, false, false, coalesce(p_now, clock_timestamp()));
+  return query select * from pulse.answers(p_event_ids, p_tokens, '{RETRYING, DEAD_LETTERED}', p_loud => true);
 end
 $$;
 
@@ -943,18 +986,27 @@ as $$
 declare
   v_rows tid[] := pulse.lock_claimed(p_event_ids, p_tokens);
   v_now  timestamptz := coalesce(p_now, clock_timestamp());
+  v_keys text[];
 begin
-  update pulse.outbox o
-     set status      = 'RETRYING',
-         attempts    = o.attempts - 1,
-         snoozes     = o.snoozes + 1,
-         next_run_at = v_now + c.delay,
-         lease_until = null,
-         locked_by   = null
-    from unnest(p_event_ids, p_delays) as c (event_id, delay)
-   where o.ctid = any (v_rows)
-     and o.event_id = c.event_id;
-  return query select * from pulse.unsettled(p_event_ids, p_tokens, '{RETRYING}');
+  with snoozed as (
+    update pulse.outbox o
+       set status      = 'RETRYING',
+           attempts    = o.attempts - 1,
+           snoozes     = o.snoozes + 1,
+           next_run_at = least(v_now + c.delay, '9000-01-01 00:00Z'),
+           lease_until = null,
+           locked_by   = null
+      from unnest(p_event_ids, p_tokens, p_delays) as c (event_id, token, delay)
+     where o.ctid = any (v_rows)
+       and o.event_id = c.event_id
+       and o.claim_token = c.token
+    returning o.ordering_key
+  )
+  select array_agg(ordering_key) filter (where ordering_key is not null) into v_keys from snoozed;
+  if v_keys is not null then
+    perform pulse.unpark(v_keys, v_now);
+  end if;
+  return query select * from pulse.answers(p_event_ids, p_tokens, '{RETRYING}');
 end
 $$;
 
@@ -969,21 +1021,28 @@ as $$
 #variable_conflict use_column
 declare
   v_rows   tid[] := pulse.lock_claimed(p_event_ids, p_tokens);
+  v_now    timestamptz := coalesce(p_now, clock_timestamp());
   v_topics text[];
+  v_keys   text[];
 begin
   with released as (
     update pulse.outbox o
        set status      = (case when o.attempts > 1 or o.snoozes > 0 or o.lapses > 0 then 'RETRYING' else 'PENDING' end)::pulse.status,
            attempts    = o.attempts - 1,
-           next_run_at = coalesce(p_now, clock_timestamp()),
+           next_run_at = v_now,
            lease_until = null,
            locked_by   = null
      where o.ctid = any (v_rows)
-    returning o.topic
+    returning o.topic, o.ordering_key
   )
-  select array_agg(distinct topic) into v_topics from released;
+  select array_agg(distinct topic), array_agg(ordering_key) filter (where ordering_key is not null)
+    into v_topics, v_keys
+    from released;
+  if v_keys is not null then
+    perform pulse.unpark(v_keys, v_now);
+  end if;
   perform pulse.outbox_wake(v_topics);
-  return query select * from pulse.unsettled(p_event_ids, p_tokens, '{PENDING, RETRYING}');
+  return query select * from pulse.answers(p_event_ids, p_tokens, '{PENDING, RETRYING}');
 end
 $$;
 
@@ -1008,24 +1067,18 @@ as $$
 declare
   v_rows   tid[] := pulse.lock_claimed(p_event_ids, p_tokens);
   v_ids    uuid[];
+  v_tokens uuid[];
   v_delays interval[];
 begin
-  select array_agg(o.event_id), array_agg(pulse.lapse_delay(o.alone, o.attempts))
-    into v_ids, v_delays
+  select array_agg(o.event_id), array_agg(o.claim_token), array_agg(pulse.lapse_delay(o.alone, o.attempts))
+    into v_ids, v_tokens, v_delays
     from pulse.outbox o
    where o.ctid = any (v_rows);
   perform pulse.record_failure(
-    v_rows, v_ids, array_fill(p_error, array[cardinality(v_rows)]),
+    v_rows, v_ids, v_tokens, array_fill(p_error, array[cardinality(v_rows)]),
     array_fill(jsonb_build_object('error_class', 'WorkerDied', 'verdict', 'transient', 'rule', 'worker.died'), array[cardinality(v_rows)]),
     v_delays, array_fill(false, array[cardinality(v_rows)]), true, false, coalesce(p_now, clock_timestamp()));
-  return query
-  select o.event_id, o.status::text
-    from pulse.outbox o
-    join unnest(p_event_ids, p_tokens) as c (event_id, token) on c.event_id = o.event_id
-   where o.claim_token = c.token
-     and o.status in ('RETRYING', 'DEAD_LETTERED')
-  union all
-  select u.event_id, u.answer from pulse.unsettled(p_event_ids, p_tokens, '{RETRYING, DEAD_LETTERED}') as u;
+  return query select * from pulse.answers(p_event_ids, p_tokens, '{RETRYING, DEAD_LETTERED}', p_loud => true);
 end
 $$;
 
@@ -1055,30 +1108,28 @@ declare
   v_hold    timestamptz;
   v_rows    tid[];
   v_ids     uuid[];
+  v_tokens  uuid[];
   v_workers text[];
   v_delays  interval[];
   v_count   integer;
 begin
-  select max(s.swept_at), max(s.hold_until) into v_swept, v_hold from pulse.sweep s;
+  -- Times of the future were written under another clock, before a failover: they must not hold for longer than a lease.
+  select max(least(s.swept_at, v_now)), max(least(s.hold_until, v_now + p_lease)) into v_swept, v_hold from pulse.sweep s;
   if v_swept is null or v_swept < v_now - p_lease * 2 / 3 then
     v_hold := v_now + p_lease;
   end if;
-  insert into pulse.sweep (swept_at, hold_until) values (v_now, v_hold);
   delete from pulse.sweep s
-   where s.ctid = any (array(
-           select old.ctid
-             from pulse.sweep old
-            where old.swept_at < v_now
-            limit 100
-              for update skip locked));
+   where s.ctid = any (array(select old.ctid from pulse.sweep old limit 100 for update skip locked));
+  insert into pulse.sweep (swept_at, hold_until) values (v_now, v_hold);
   if v_hold > v_now then
     return;
   end if;
 
-  select array_agg(c.row), array_agg(c.event_id), array_agg(c.locked_by), array_agg(pulse.lapse_delay(c.alone, c.attempts)), count(*)
-    into v_rows, v_ids, v_workers, v_delays, v_count
+  select array_agg(c.row), array_agg(c.event_id), array_agg(c.claim_token), array_agg(c.locked_by),
+         array_agg(pulse.lapse_delay(c.alone, c.attempts)), count(*)
+    into v_rows, v_ids, v_tokens, v_workers, v_delays, v_count
     from (
-      select o.ctid as row, o.event_id, o.locked_by, o.alone, o.attempts
+      select o.ctid as row, o.event_id, o.claim_token, o.locked_by, o.alone, o.attempts
         from pulse.outbox o
        where o.status = 'RUNNING'
          and o.lease_until < v_now
@@ -1093,7 +1144,7 @@ begin
   return query
   select r.*, v_workers[array_position(v_ids, r.event_id)]
     from pulse.record_failure(
-           v_rows, v_ids, array_fill('worker lease expired'::text, array[v_count]),
+           v_rows, v_ids, v_tokens, array_fill('worker lease expired'::text, array[v_count]),
            array_fill(jsonb_build_object('error_class', 'LeaseExpired', 'verdict', 'transient', 'rule', 'lease.expired'), array[v_count]),
            v_delays, array_fill(false, array[v_count]), true, true, v_now) as r;
   perform pulse.outbox_wake(array(select distinct o.topic from pulse.outbox o where o.event_id = any (v_ids)));
@@ -1259,7 +1310,7 @@ begin
          status          = 'PENDING',
          generation      = p_new_generation,
          attempts        = 0,
-         max_attempts    = o.producer_max_attempts,
+         max_attempts    = null,
          snoozes         = 0,
          lapses          = 0,
          alone           = false,

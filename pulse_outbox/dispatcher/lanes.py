@@ -88,7 +88,7 @@ class Lanes:
         quotas = {
             key: min(share, room(topic))
             for topic in topics
-            for key in sorted(by_topic[topic], key=lambda key: (-key.priority, key.generation))
+            for key in sorted(by_topic[topic], key=lambda key: (-key.priority, self._places[key].next_run_at))
         }
         return ClaimPlan(limit=limit, lanes=[self._asked(key, quotas[key]) for key in quotas], quotas=quotas)
 
