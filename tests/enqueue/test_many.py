@@ -29,7 +29,10 @@ EVENTS = [
 
 
 def comparable(row: dict[str, Any], ids: dict[Any, int]) -> dict[str, Any]:
-    """A row without what must differ: its id, its number and the time."""
+    """A row without what must differ: its id, its number and the time, and whether it was born parked.
+
+    COPY parks what it knows to wait for an event of its own batch; the function only behind a long queue.
+    """
     wait = round((row["next_run_at"] - row["created_at"]).total_seconds())
     return {
         **row,
@@ -38,6 +41,7 @@ def comparable(row: dict[str, Any], ids: dict[Any, int]) -> dict[str, Any]:
         "next_run_at": FAR if row["next_run_at"] == FAR else wait,
         "seq": None,
         "created_at": None,
+        "parked": None,
     }
 
 
@@ -45,17 +49,18 @@ def test_copy_and_function_write_the_same_rows(testbed, monkeypatch):
     """A reader can't tell how an event was written."""
     from pulse_outbox import enqueue
 
-    written = []
+    written, parked = [], []
     for copy_works in (True, False):
         monkeypatch.setattr(enqueue, "_copy_works", lambda _, works=copy_works: works)
         with testbed.database() as dsn, psycopg.connect(dsn) as conn:
             ids = outbox.enqueue_many(conn, EVENTS)
             order = {event_id: number for number, event_id in enumerate(ids)}
             written.append([comparable(row, order) for row in rows(conn)])
+            parked.append([row["parked"] for row in rows(conn)])
 
     assert written[0] == written[1]
     assert [row["event_id"] for row in written[0]] == list(range(len(EVENTS)))
-    assert [row["parked"] for row in written[0]] == [False, False, True, False, False, False, False, False]
+    assert parked == [[False, False, True, False, False, False, False, False], [False] * 8]
     assert [row["next_run_at"] for row in written[0]] == [0, 0, 0, 0, FAR, 0, 3600, 36_525 * 86_400]
 
 
