@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         OutboxError,
         SchemaError,
         SettingsError,
+        TransactionNeeded,
         TransitionRefused,
     )
     from pulse_outbox.events import Event, NewEvent
@@ -39,6 +40,7 @@ __all__ = [
     "SchemaError",
     "SettingsError",
     "TerminalHandlerError",
+    "TransactionNeeded",
     "TransitionRefused",
     "Verdict",
     "__version__",
@@ -59,6 +61,7 @@ _HOME = {
     "SchemaError": "errors",
     "SettingsError": "errors",
     "TerminalHandlerError": "failures",
+    "TransactionNeeded": "errors",
     "TransitionRefused": "errors",
     "Verdict": "failures",
 }

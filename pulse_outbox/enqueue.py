@@ -6,7 +6,7 @@ knows psycopg. Another driver needs a second half of its own and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -22,6 +22,7 @@ from psycopg.types.json import Jsonb
 
 from pulse_outbox.errors import UNMIGRATED_SQLSTATES, EnqueueError, from_database_error
 from pulse_outbox.events import NewEvent, as_timedelta, encode_headers, encode_payload, uuid7
+from pulse_outbox.trace import add_trace, current_trace_headers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,15 +54,22 @@ class EncodedEvent(NamedTuple):
 
 
 def encode_event(
-    event: NewEvent, max_payload_bytes: int, make_id: Callable[[], UUID] = uuid7
+    event: NewEvent,
+    max_payload_bytes: int,
+    make_id: Callable[[], UUID] = uuid7,
+    trace: Mapping[str, str] | None = None,
 ) -> EncodedEvent:
-    """Encodes one event; raises EnqueueError without having touched the database."""
+    """Encodes one event; raises EnqueueError without having touched the database.
+
+    *trace*: the headers of the active span, where the caller has asked already.
+    """
+    headers = encode_headers(event.headers, max_payload_bytes)
     return EncodedEvent(
         event.topic,
         encode_payload(event.payload, max_payload_bytes),
         event.idempotency_key,
         event.ordering_key,
-        encode_headers(event.headers, max_payload_bytes),
+        add_trace(event.headers, headers, current_trace_headers() if trace is None else trace),
         event.priority,
         event.run_at,
         None if event.delay is None else as_timedelta("delay", event.delay),
@@ -87,11 +95,12 @@ def encode_events(events: Iterable[NewEvent], max_payload_bytes: int) -> Batch:
     """Encodes all or, if one of them is bad, none; the complaint says which."""
     encoded = []
     may_exist = False
+    trace = current_trace_headers()
     for index, event in enumerate(events):
         if not isinstance(event, NewEvent):
             raise EnqueueError(f"events[{index}]: a NewEvent is needed, not {type(event).__qualname__}")
         try:
-            encoded.append(encode_event(event, max_payload_bytes))
+            encoded.append(encode_event(event, max_payload_bytes, trace=trace))
         except EnqueueError as error:
             raise EnqueueError(f"events[{index}]: {error}") from error
         may_exist = may_exist or event.idempotency_key is not None or event.event_id is not None

@@ -14,6 +14,10 @@ class EnqueueError(OutboxError):
     """An event was refused, nearly always before any SQL, so that the caller's transaction stays usable."""
 
 
+class TransactionNeeded(OutboxError):
+    """The connection is in no state in which a record could commit together with the handler's work."""
+
+
 class EventNotFound(OutboxError):
     """There is no event with this id."""
 

@@ -62,6 +62,10 @@ class Outbox:
     def __repr__(self) -> str:
         return f"<Outbox {self.schema}: {', '.join(sorted(self._handlers)) or 'no handlers'}>"
 
+    def use_schema(self, schema: str) -> None:
+        """Moves this outbox, handlers and enqueue alike, to another schema: what `run --schema` does at start."""
+        self.schema = _check_schema_name(schema)
+
     # Registration
 
     @property
@@ -210,6 +214,40 @@ class Outbox:
         return await enqueue.enqueue_many_async(
             connection, self.schema, batch, outside_transaction=outside_transaction
         )
+
+    # Once only
+
+    def first_time(
+        self, connection: psycopg.Connection[Any], event: Event[Any], *, name: str | None = None
+    ) -> bool:
+        """Records in the connection's transaction that this event's work is done, and says whether that is news.
+
+        Call it in the transaction that does the work, and do the work only if it says True. *name* is the effect's, the
+        handler's own by default: give one where a handler has several effects, or may be renamed.
+        """
+        from pulse_outbox import handled
+
+        return handled.first_time(
+            connection, self.schema, self._effect_name(event, name), event.idempotency_key
+        )
+
+    async def first_time_async(
+        self, connection: psycopg.AsyncConnection[Any], event: Event[Any], *, name: str | None = None
+    ) -> bool:
+        """`first_time` on an asynchronous connection."""
+        from pulse_outbox import handled
+
+        return await handled.first_time_async(
+            connection, self.schema, self._effect_name(event, name), event.idempotency_key
+        )
+
+    def _effect_name(self, event: Event[Any], name: str | None) -> str:
+        if name is not None:
+            return name
+        handler = self._handlers.get(event.topic)
+        if handler is None:
+            raise SettingsError(f"first_time: this outbox has no handler of {event.topic!r}; give a name=")
+        return handler.name
 
 
 def _check_schema_name(schema: str) -> str:

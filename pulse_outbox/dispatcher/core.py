@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, assert_never
 import structlog
 
 from pulse_outbox import __version__
-from pulse_outbox.dispatcher import care
+from pulse_outbox.dispatcher import care, sentry
 from pulse_outbox.dispatcher.health import Health
 from pulse_outbox.dispatcher.heart import Heart
 from pulse_outbox.dispatcher.intake import Intake
@@ -131,12 +131,14 @@ class Dispatcher:
         await care_store.require_supported()
         transactions = await self._open_transactions(stack)
         resources = await stack.enter_async_context(self.outbox.open_resources())
+        self._sentry = sentry.connect()  # after the lifespan, which may have initialised it
         runner = Runner(
             resources=resources,
             redact=self.outbox.redact,
             random=random.Random(),
             threads=settings.concurrency,
             transactions=transactions,
+            sentry=self._sentry,
         )
         stack.callback(runner.close)
         self._settler = Settler(
@@ -333,6 +335,8 @@ class Dispatcher:
             "verdict": outcome.failure.get("verdict"),
             "rule": outcome.failure.get("rule"),
         }
+        if self._sentry is not None:
+            self._sentry.failed_attempt(fields)
         if died:
             self._tally.dead += 1
             log.error("outbox.dead_lettered", **fields)

@@ -21,11 +21,14 @@ from pulse_outbox.dispatcher.jobs import Completed, Failed, Job, Outcome, Over, 
 from pulse_outbox.dispatcher.transactions import LeaseLost
 from pulse_outbox.events import Event
 from pulse_outbox.failures import PayloadError, describe_error
+from pulse_outbox.trace import HEADER as TRACE_HEADER
+from pulse_outbox.trace import trace_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from random import Random
 
+    from pulse_outbox.dispatcher.sentry import Sentry
     from pulse_outbox.dispatcher.transactions import Transactions
     from pulse_outbox.failures import Redact, Verdict
 
@@ -56,8 +59,10 @@ class Runner:
         random: Random,
         threads: int,
         transactions: Transactions | None = None,
+        sentry: Sentry | None = None,
     ) -> None:
         self._resources = resources
+        self._sentry = sentry
         self._redact = redact
         self._random = random
         self._transactions = transactions
@@ -73,6 +78,12 @@ class Runner:
             event = self.event_of(job)
         except PayloadError as error:
             return self.failed(job, error, decoding=True)
+        if self._sentry is None:
+            return await self._attempt(job, event)
+        with self._sentry.around(event):
+            return await self._attempt(job, event)
+
+    async def _attempt(self, job: Job, event: Event[Any]) -> Outcome:
         current_event.set(event)
         try:
             if job.handler.transactional:
@@ -181,7 +192,18 @@ def job_fields(job: Job) -> dict[str, Any]:
         "handler": job.handler.name,
         "attempt": claim.attempts,
         "max_attempts": claim.max_attempts,
+        **_trace_fields(claim.headers),
     }
+
+
+def _trace_fields(headers: str) -> dict[str, str]:
+    if f'"{TRACE_HEADER}"' not in headers:
+        return {}
+    try:
+        decoded = from_json(headers)
+    except (ValueError, RecursionError):
+        return {}
+    return trace_fields(decoded) if isinstance(decoded, dict) else {}
 
 
 def _time_left(verdict: Verdict) -> timedelta:
