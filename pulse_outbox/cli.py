@@ -25,6 +25,7 @@ DONE, FAILED, WRONG_USAGE = 0, 1, 2
 COMMANDS = {
     "demo": "see it working, on a database that is made for it and thrown away",
     "migrate": "create or upgrade the database schema",
+    "run": "run the handlers of an application's outbox",
 }
 
 
@@ -65,6 +66,7 @@ def build_parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, ModuleTy
 examples:
   pulse-outbox demo
   pulse-outbox migrate --dsn postgresql://localhost/shop
+  pulse-outbox run shop.handlers:outbox
   pulse-outbox COMMAND --help
 
 The database is given by --dsn or PULSE_OUTBOX_DSN, its schema by --schema or PULSE_OUTBOX_SCHEMA.
