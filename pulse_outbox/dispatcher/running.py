@@ -109,7 +109,7 @@ class Runner:
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> None:
         returned = await asyncio.get_running_loop().run_in_executor(
-            self._threads, copy_context().run, function, *arguments
+            self._threads, copy_context().run, _call, function, *arguments
         )
         if inspect.isawaitable(returned):
             await returned
@@ -181,6 +181,14 @@ class Runner:
             handler.retry.delay(claim.attempts, self._random),
             verdict.kind == "terminal",
         )
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except StopIteration as error:
+        # Before Python 3.12 no future takes this one: whoever waits for it would wait for ever.
+        raise RuntimeError("the handler raised StopIteration") from error
 
 
 def job_fields(job: Job) -> dict[str, Any]:
@@ -296,7 +304,7 @@ class Slots:
     async def _work(self, slot: Slot) -> None:
         loop = asyncio.get_running_loop()
         slice_end = loop.time() + SLICE
-        while True:
+        while not self._closing:  # a handler may have swallowed the cancellation that was meant for the slot
             if not self._queue:
                 slot.wakeup = loop.create_future()
                 self._idle.append(slot)
@@ -322,21 +330,37 @@ class Slots:
         if timeout is not None:
             slot.deadline = loop.time() + timeout
         try:
-            outcome = await self._runner.run(job)
-        except asyncio.CancelledError:
-            if slot.expired_at is None or self._closing:
-                raise
-            assert slot.task is not None
-            slot.task.uncancel()
-        else:
-            if slot.expired_at is None:
-                return outcome
+            outcome = await self._outcome(slot, job)
         finally:
             slot.job, slot.deadline = None, None
             expired, slot.expired_at = slot.expired_at, None
             early, slot.settled_early = slot.settled_early, False
-        assert expired is not None
+        if expired is None:
+            return outcome
         return None if early else self._timed_out(job)
+
+    async def _outcome(self, slot: Slot, job: Job) -> Outcome:
+        """What came of the handler, whatever it did to the task that it ran in. Only closing ends a slot."""
+        assert slot.task is not None
+        try:
+            outcome = await self._runner.run(job)
+        except BaseException as error:
+            if self._closing:
+                raise
+            outcome = self._runner.failed(job, error)
+        if slot.task.cancelling():
+            await self._forget_cancellation(slot.task)
+        return outcome
+
+    async def _forget_cancellation(self, task: asyncio.Task[None]) -> None:
+        """A cancellation that a handler swallowed, or asked for, must not reach the next one in the slot."""
+        try:
+            await asyncio.sleep(0)  # takes delivery of one that is still on its way
+        except asyncio.CancelledError:
+            if self._closing:
+                raise
+        while task.cancelling():
+            task.uncancel()
 
     def _timed_out(self, job: Job) -> Outcome:
         return self._runner.failed(job, TimedOut(f"the handler ran longer than {job.handler.timeout:g} s"))
