@@ -17,6 +17,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Mapping, MutableMapping
+from datetime import UTC, datetime
 from typing import Any, TextIO
 
 import structlog
@@ -29,6 +30,8 @@ MAX_DEPTH = 20
 _FIRST = ("timestamp", "level", "logger", "event")
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _CONTROL_BUT_NEWLINE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+_PLAIN_WORD = re.compile(r"[\w.,:;/+*@%#-]+")
 
 Fields = MutableMapping[str, Any]
 Render = Callable[[Any, str, Fields], str]
@@ -116,7 +119,7 @@ class Handler(logging.Handler):
             line = self.format(record)
         except Exception as error:  # `log.info("%d", "x")`, for one: said, and never raised into the handler
             fields = {
-                "timestamp": None,
+                "timestamp": _utc(record.created),
                 "level": record.levelname.lower(),
                 "logger": record.name,
                 "event": str(record.msg)[:200] if isinstance(record.msg, str) else type(record.msg).__name__,
@@ -125,6 +128,10 @@ class Handler(logging.Handler):
             }
             line = as_json(None, "", add_event(None, "", fields))
         self._sink.write(line)
+
+
+def _utc(timestamp: float) -> str:
+    return datetime.fromtimestamp(timestamp, UTC).isoformat().replace("+00:00", "Z")
 
 
 # Fields
@@ -219,11 +226,31 @@ def _pretty(*, colours: bool) -> Render:
     return render
 
 
+class _Shown:
+    """A value as it is to be printed; structlog prints the repr of what is no string."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
 def _for_terminal(name: str, value: object) -> object:
-    """Text without what would move the cursor or start a line that looks like another log line."""
+    """The value without what would move the cursor, or begin a line that looks like another log line."""
+    if name in _FIRST:
+        return _escape(_CONTROL, value)
+    if name in ("exception", "stack"):
+        return _escape(_CONTROL_BUT_NEWLINE, value)
+    plain = isinstance(value, str) and _PLAIN_WORD.fullmatch(value)
+    return _Shown(str(value) if plain else _describe(value))
+
+
+def _escape(characters: re.Pattern[str], value: object) -> str:
     text = value if isinstance(value, str) else _describe(value)
-    escape = _CONTROL_BUT_NEWLINE if name in ("exception", "stack") else _CONTROL
-    return escape.sub(lambda match: match.group().encode("unicode_escape", "surrogatepass").decode(), text)
+    return characters.sub(lambda match: repr(match.group())[1:-1], text)
 
 
 def _is_terminal(stream: TextIO) -> bool:
