@@ -559,36 +559,37 @@ set plan_cache_mode = force_generic_plan
 as $$
 #variable_conflict use_column
 declare
-  v_paused text[] := pulse.paused_topics();
-  v_topic  text;
-  v_at     record;
+  v_paused     text[] := pulse.paused_topics();
+  v_topic      text;
+  v_generation bigint;
+  v_lapses     smallint;
+  v_priority   smallint;
 begin
   foreach v_topic in array p_topics loop
     continue when v_topic = any (v_paused) or '' = any (v_paused);
-    select (-1)::bigint as generation, 0::smallint as lapses, 0::smallint as priority into v_at;
+    v_generation := -1;
+    v_lapses := 0;
+    v_priority := 0;
     loop
-      select o.topic, o.generation, o.lapses, o.priority, o.next_run_at, o.seq
-        into v_at
+      select o.topic, o.generation, o.lapses, o.priority, o.next_run_at, o.seq,
+             extract(epoch from o.next_run_at - coalesce(p_now, clock_timestamp()))
+        into topic, generation, lapses, priority, next_run_at, seq, due_in
         from pulse.outbox o
        where o.topic = v_topic
-         and (o.generation, o.lapses, o.priority) > (v_at.generation, v_at.lapses, v_at.priority)
+         and (o.generation, o.lapses, o.priority) > (v_generation, v_lapses, v_priority)
          and o.status in ('PENDING', 'RETRYING')
          and not o.parked
        order by o.topic, o.generation, o.lapses, o.priority, o.next_run_at, o.seq
        limit 1;
       exit when not found;
-      if p_generations is null or v_at.generation = 0 or v_at.generation = any (p_generations) then
-        topic := v_at.topic;
-        generation := v_at.generation;
-        lapses := v_at.lapses;
-        priority := v_at.priority;
-        next_run_at := v_at.next_run_at;
-        seq := v_at.seq;
-        due_in := extract(epoch from v_at.next_run_at - coalesce(p_now, clock_timestamp()));
+      v_generation := generation;
+      v_lapses := lapses;
+      v_priority := priority;
+      if p_generations is null or v_generation = 0 or v_generation = any (p_generations) then
         return next;
       else
-        v_at.lapses := 32767;      -- on to the next generation
-        v_at.priority := 9;
+        v_lapses := 32767;      -- on to the next generation
+        v_priority := 9;
       end if;
     end loop;
   end loop;
