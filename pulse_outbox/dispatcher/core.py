@@ -16,6 +16,7 @@ import structlog
 
 from pulse_outbox import __version__
 from pulse_outbox.dispatcher import care, sentry
+from pulse_outbox.dispatcher.children import ChildSuspects
 from pulse_outbox.dispatcher.health import Health
 from pulse_outbox.dispatcher.heart import Heart
 from pulse_outbox.dispatcher.intake import Intake
@@ -33,7 +34,7 @@ from pulse_outbox.events import as_timedelta
 from pulse_outbox.store import Link, Store
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Container
+    from collections.abc import Awaitable, Callable, Collection
 
     from pulse_outbox.dispatcher.jobs import Job, Outcome
     from pulse_outbox.dispatcher.suspects import Suspects
@@ -132,7 +133,7 @@ class Dispatcher:
         transactions = await self._open_transactions(stack)
         resources = await stack.enter_async_context(self.outbox.open_resources())
         self._sentry = sentry.connect()  # after the lifespan, which may have initialised it
-        runner = Runner(
+        self._runner = runner = Runner(
             resources=resources,
             redact=self.outbox.redact,
             random=random.Random(),
@@ -232,18 +233,18 @@ class Dispatcher:
         self._intake.held = True
         log.info("outbox.stopping", why=self._why, running=self._slots.running, waiting=self._slots.waiting)
         self._give_back(self._handlers)
-        self._tasks["suspects"].cancel()
-        await self._suspects.close()
+        closing = asyncio.create_task(self._suspects.close())
         grace_ends = time.monotonic() + self.settings.seconds("grace")
         while self._slots.running and time.monotonic() < grace_ends:
             await asyncio.sleep(0.02)
         if self._slots.running:
             log.warning("outbox.grace_over", running=self._slots.running)
             await self._slots.close()
+        await closing
         writes_end = time.monotonic() + FINAL_WRITES
         while not self._settler.idle and time.monotonic() < writes_end:
             await asyncio.sleep(0.01)
-        self.abandoned = self._slots.running
+        self.abandoned = self._slots.running + self._runner.left_behind
         log.info(
             "outbox.stopped",
             why=self._why,
@@ -272,8 +273,25 @@ class Dispatcher:
         return transactions
 
     async def _open_suspects(self, stack: AsyncExitStack) -> Suspects:
+        store = await self._open_store("suspects", stack)
+        if self._target is not None:
+            children = ChildSuspects(
+                store,
+                target=self._target,
+                dsn=self._dsn,
+                schema=self.outbox.schema,
+                settings=self.settings,
+                handlers=self._handlers,
+                in_flight=self._in_flight,
+                settler=self._settler,
+                deliver=self._deliver,
+                condition=self._condition,
+                tally=self._tally,
+            )
+            stack.push_async_callback(children.kill)
+            return children
         return LonelySuspects(
-            await self._open_store("suspects", stack),
+            store,
             settings=self.settings,
             handlers=self._handlers,
             in_flight=self._in_flight,
@@ -322,8 +340,12 @@ class Dispatcher:
                 )
             case Released():
                 tally.released += 1
+                self._intake.nothing_due.clear()
+                self._intake.wake()
             case Lapsed():
                 tally.dead += answer == "DEAD_LETTERED"
+                self._intake.nothing_due.clear()
+                self._intake.wake()
                 log.warning("outbox.lapsed", **job_fields(outcome.job), error=outcome.error, status=answer)
             case _:
                 assert_never(outcome)
@@ -393,11 +415,12 @@ class Dispatcher:
         """Gives back what was claimed ahead of a pause."""
         while True:
             await asyncio.sleep(PAUSE_CHECK)
-            if self._slots.waiting and (paused := await store.paused()):
+            if (self._slots.waiting or self._suspects.waiting) and (paused := await store.paused()):
                 self._give_back(self._handlers if None in paused else paused)
 
-    def _give_back(self, topics: Container[str | None]) -> None:
+    def _give_back(self, topics: Collection[str | None]) -> None:
         """Releases what has not started."""
+        self._suspects.give_back(topics)
         for job in self._slots.take_back(lambda job: job.claim.topic in topics):
             self._settler.add(Released(job))
 

@@ -66,6 +66,8 @@ class Runner:
         self._redact = redact
         self._random = random
         self._transactions = transactions
+        self.left_behind = 0
+        """Handlers that still run in threads although their slots were closed."""
         self._threads = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="pulse-outbox-handler")
 
     def close(self) -> None:
@@ -108,9 +110,12 @@ class Runner:
         return Completed(job)
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> None:
-        returned = await asyncio.get_running_loop().run_in_executor(
-            self._threads, copy_context().run, _call, function, *arguments
-        )
+        work = self._threads.submit(copy_context().run, _call, function, *arguments)
+        try:
+            returned = await asyncio.wrap_future(work)
+        except asyncio.CancelledError:
+            self.left_behind += not work.done()  # nothing can stop a thread
+            raise
         if inspect.isawaitable(returned):
             await returned
 
@@ -186,9 +191,9 @@ class Runner:
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments)
-    except StopIteration as error:
-        # Before Python 3.12 no future takes this one: whoever waits for it would wait for ever.
-        raise RuntimeError("the handler raised StopIteration") from error
+    except (StopIteration, GeneratorExit) as error:
+        # These steer coroutines: whoever awaited a future with one of them would wait for ever, or be closed.
+        raise RuntimeError(f"the handler raised {type(error).__name__}") from error
 
 
 def job_fields(job: Job) -> dict[str, Any]:
