@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from pulse_outbox.handlers import Handler
     from pulse_outbox.store import Claim
@@ -101,8 +102,24 @@ class InFlight:
         return job in self._jobs
 
     def of_topic(self, topic: str) -> int:
-        """How many of this topic."""
+        """How many of this topic, with the places that are reserved."""
         return self._by_topic.get(topic, 0)
+
+    def reserve(self, topic: str, places: int) -> None:
+        """Keeps places of a topic for somebody, or gives them back (below 0)."""
+        self._by_topic[topic] = self._by_topic.get(topic, 0) + places
+
+    @contextmanager
+    def reserving(self, places: Iterable[tuple[str, int]]) -> Iterator[None]:
+        """Keeps places while a claim is under way that will need them."""
+        kept = list(places)
+        for topic, number in kept:
+            self.reserve(topic, number)
+        try:
+            yield
+        finally:
+            for topic, number in kept:
+                self.reserve(topic, -number)
 
     def add(self, job: Job) -> None:
         """From its claim on."""
