@@ -114,15 +114,17 @@ class Intake:
                 await self._rest()
                 continue
             claimed_at = time.monotonic()
-            claims = await self._store.claim(
-                limit=plan.limit,
-                topics=self._topics,
-                worker=self._settings.worker,
-                lease=self._settings.lease_time,
-                budgets=self._budgets,
-                slots=self._slots.free,
-                lanes=plan.lanes,
-            )
+            # Suspects are claimed beside this, and share the limits of handlers.
+            with self._in_flight.reserving((key.topic, quota) for key, quota in plan.quotas.items()):
+                claims = await self._store.claim(
+                    limit=plan.limit,
+                    topics=self._topics,
+                    worker=self._settings.worker,
+                    lease=self._settings.lease_time,
+                    budgets=self._budgets,
+                    slots=self._slots.free,
+                    lanes=plan.lanes,
+                )
             self._lanes.note(plan, claims)
             if claims:
                 self._take_in(claims, claimed_at)

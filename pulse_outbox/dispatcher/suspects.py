@@ -15,7 +15,7 @@ import structlog
 from pulse_outbox.dispatcher.jobs import Job
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from pulse_outbox.dispatcher.intake import Intake
     from pulse_outbox.dispatcher.jobs import InFlight
@@ -34,14 +34,21 @@ TURN_FOR_OTHERS = 0.5
 class Suspects(Protocol):
     """Whoever runs the suspects of a dispatcher."""
 
+    @property
+    def waiting(self) -> int:
+        """How many have been claimed and have not started, other than in this process's slots."""
+
     def due(self, lanes: Sequence[LaneKey]) -> None:
         """There are some."""
+
+    def give_back(self, topics: Collection[str | None]) -> None:
+        """Releases what has not started, other than in this process's slots."""
 
     async def run(self) -> None:
         """Runs them for ever."""
 
     async def close(self) -> None:
-        """Ends what is left."""
+        """No more claims; what runs gets the grace, and ends after it."""
 
 
 class LonelySuspects:
@@ -65,14 +72,22 @@ class LonelySuspects:
         self._intake = intake
         self._lanes: Sequence[LaneKey] = ()
         self._some = asyncio.Event()
+        self._closing = False
+        self.waiting = 0
 
     def due(self, lanes: Sequence[LaneKey]) -> None:
         """There are some."""
         self._lanes = lanes
-        self._some.set()
+        if not self._closing:
+            self._some.set()
+
+    def give_back(self, topics: Collection[str | None]) -> None:
+        """All that there is waits in the slots."""
 
     async def close(self) -> None:
-        """Nothing is left that the slots don't end."""
+        """What runs is in the slots, which get the same grace."""
+        self._closing = True
+        self._some.clear()
 
     async def run(self) -> None:
         """One suspect at a time, and a turn for everybody else in between."""
@@ -82,10 +97,11 @@ class LonelySuspects:
             self._intake.held = True
             try:
                 await self._quiet()
-                await self._run_one()
+                if not self._closing:
+                    await self._run_one()
                 await self._quiet()
             finally:
-                self._intake.held = False
+                self._intake.held = self._closing
                 self._intake.wake()
             await asyncio.sleep(TURN_FOR_OTHERS)
 
