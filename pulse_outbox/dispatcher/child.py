@@ -1,7 +1,7 @@
 """The child process that suspects run in: `python -m pulse_outbox.dispatcher.child DESCRIPTOR PARENT`.
 
-Started by `children`, never by hand. It loads the application afresh, runs what the parent sends it in slots of its
-own, and says over the socket what it starts and what came of it. It holds no lease and stores no result (but for
+Started by `child_process`, never by hand. It loads the application afresh, runs what the parent sends it in slots of
+its own, and says over the socket what it starts and what came of it. It holds no lease and stores no result (but for
 transactional handlers, whose own transaction does); when the parent is gone, so is it.
 """
 

@@ -93,8 +93,8 @@ def encode_outcome(number: int, outcome: Outcome) -> bytes:
             raise AssertionError("only a parent sees that")
 
 
-def decode_outcome(kind: str, job: Job, rest: Sequence[Any]) -> Outcome | None:
-    """The outcome of a job, as the child saw it; None: that is no kind of outcome."""
+def decode_outcome(kind: str, job: Job, rest: Sequence[Any]) -> Outcome:
+    """The outcome of a job, as the child saw it."""
     match kind, rest:
         case "completed", []:
             return Completed(job)
@@ -107,4 +107,4 @@ def decode_outcome(kind: str, job: Job, rest: Sequence[Any]) -> Outcome | None:
         case "snoozed", [delay, reason]:
             return Snoozed(job, timedelta(seconds=delay), reason)
         case _:
-            return None
+            raise ValueError(f"no kind of outcome: {kind}")
