@@ -735,14 +735,16 @@ begin
 end
 $$;
 
--- Takes due rows, gives them a lease under the caller's token, counts the attempt, and returns them, in no order.
+-- Takes due rows, gives them a lease under the caller's token, counts the attempt, and returns them, in no order. Their age
+-- in seconds tells the caller what time it is here.
 --
 -- p_token     minted by the caller for this one call. Called again with the same token, because the answer was lost, it
 --             returns the rows of the first call and takes no others, even while that call is still running.
 -- p_topics    what the caller serves; p_budgets: for each of them the max_attempts of its policy (5 where none is given).
 -- p_limit     never more than this. p_slots: how many of them can start at once; only as many rows with a budget of
 --             one are taken, since those must not wait in the memory of a process that may die.
--- p_lanes     lanes to take from, in this order, as outbox_lanes gave them, each with a quota and the position to start at:
+-- p_lanes     lanes to take from, in this order, as outbox_lanes gave them, each with the position to start at and the
+--             quota of its topic, which all lanes of the topic share and which must stand together:
 --             [{"topic", "generation", "lapses", "priority", "quota", "next_run_at", "seq"}]. A caller that remembers
 --             where it was skips what vacuum could not remove yet. Null: all lanes there are, fair between topics.
 -- p_fresh     the caller is certain that this token was never sent before; saves the look for its rows.
@@ -763,7 +765,7 @@ create function pulse.outbox_claim(
 ) returns table (
   event_id uuid, seq bigint, topic text, payload text, headers text, source text, target text, idempotency_key text,
   ordering_key text, priority smallint, generation bigint, attempts integer, max_attempts integer, lease_seq bigint,
-  lapses smallint, snoozes integer, alone boolean, created_at timestamptz, next_run_at timestamptz
+  lapses smallint, snoozes integer, alone boolean, created_at timestamptz, next_run_at timestamptz, age double precision
 )
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -800,7 +802,8 @@ begin
     return query
     select o.event_id, o.seq, o.topic, o.payload::text, o.headers::text, o.source, o.target, o.idempotency_key,
            o.ordering_key, o.priority, o.generation, o.attempts, o.max_attempts, o.lease_seq,
-           o.lapses, o.snoozes, o.alone, o.created_at, o.next_run_at
+           o.lapses, o.snoozes, o.alone, o.created_at, o.next_run_at,
+           extract(epoch from v_now - o.created_at)::double precision
       from pulse.outbox o
      where o.status = 'RUNNING'
        and o.claim_token = p_token;
@@ -831,8 +834,9 @@ begin
       continue when v_lane.topic = any (v_paused) or '' = any (v_paused);
       if v_topic is distinct from v_lane.topic then
         v_topic := v_lane.topic;
-        v_share := greatest(1, v_before / v_topics);
+        v_share := coalesce(v_lane.quota, greatest(1, v_before / v_topics));
       end if;
+      continue when v_share < 1;
       -- Transactions commit in another order than they began: the last tenth of a second is always looked at again.
       if v_lane.next_run_at > v_now - interval '100 milliseconds' then
         v_lane.next_run_at := v_now - interval '100 milliseconds';
@@ -841,7 +845,7 @@ begin
       v_rows := pulse.take(
         v_lane.topic, v_lane.generation, v_lane.lapses, v_lane.priority,
         coalesce(v_lane.next_run_at, '-infinity'), coalesce(v_lane.seq, 0),
-        least(v_room, coalesce(v_lane.quota, v_share)), v_slots,
+        least(v_room, v_share), v_slots,
         coalesce(p_budgets[array_position(p_topics, v_lane.topic)], 5), v_now);
       continue when cardinality(v_rows) = 0;
 
@@ -858,7 +862,8 @@ begin
        where o.ctid = any (v_rows)
       returning o.event_id, o.seq, o.topic, o.payload::text, o.headers::text, o.source, o.target, o.idempotency_key,
                 o.ordering_key, o.priority, o.generation, o.attempts, o.max_attempts, o.lease_seq,
-                o.lapses, o.snoozes, o.alone, o.created_at, o.next_run_at;
+                o.lapses, o.snoozes, o.alone, o.created_at, o.next_run_at,
+                extract(epoch from v_now - o.created_at)::double precision;
 
       v_room := v_room - cardinality(v_rows);
       v_share := v_share - cardinality(v_rows);
@@ -1201,18 +1206,24 @@ as $$
 declare
   v_now timestamptz := coalesce(p_now, clock_timestamp());
 begin
-  insert into pulse.dispatcher as d (worker, host, pid, version, topics, generations, started_at, last_seen_at, in_flight, sleeping)
-  values (p_worker, p_host, p_pid, p_version, p_topics, p_generations, v_now, v_now, p_in_flight, p_sleeping)
-  on conflict (worker) do update
-     set host = excluded.host,
-         started_at = case when d.pid = excluded.pid and d.host = excluded.host then d.started_at else excluded.started_at end,
-         pid = excluded.pid,
-         version = excluded.version,
-         topics = excluded.topics,
-         generations = excluded.generations,
-         last_seen_at = excluded.last_seen_at,
-         in_flight = excluded.in_flight,
-         sleeping = excluded.sleeping;
+  update pulse.dispatcher d
+     set host = p_host,
+         started_at = case when d.pid = p_pid and d.host = p_host then d.started_at else v_now end,
+         pid = p_pid,
+         version = p_version,
+         topics = p_topics,
+         generations = p_generations,
+         last_seen_at = v_now,
+         in_flight = p_in_flight,
+         sleeping = p_sleeping
+   where d.ctid = any (array(
+           select own.ctid from pulse.dispatcher own where own.worker = p_worker for update skip locked));
+  if not found then
+    insert into pulse.dispatcher (worker, host, pid, version, topics, generations, started_at, last_seen_at, in_flight, sleeping)
+    select p_worker, p_host, p_pid, p_version, p_topics, p_generations, v_now, v_now, p_in_flight, p_sleeping
+     where not exists (select 1 from pulse.dispatcher d where d.worker = p_worker)      -- there, and locked: next time
+    on conflict (worker) do nothing;
+  end if;
   delete from pulse.dispatcher d
    where d.ctid = any (array(
            select old.ctid

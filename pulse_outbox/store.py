@@ -11,7 +11,7 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -60,6 +60,8 @@ class Claim(NamedTuple):
     alone: bool
     created_at: datetime
     next_run_at: datetime
+    age: float
+    """Seconds since it was created, when it was claimed, on the database's clock."""
     token: UUID
 
 
@@ -117,10 +119,16 @@ class Link:
     """
 
     def __init__(
-        self, dsn: str, *, name: str = "pulse-outbox", call_timeout: timedelta = CALL_TIMEOUT
+        self,
+        dsn: str,
+        *,
+        name: str = "pulse-outbox",
+        call_timeout: timedelta = CALL_TIMEOUT,
+        succeeded: Callable[[], None] = lambda: None,
     ) -> None:
-        self._conninfo = connection_string(dsn, name)
+        self._conninfo = connection_string(dsn, name, call_timeout)
         self._call_timeout = call_timeout.total_seconds()
+        self._succeeded = succeeded
         self._turn = asyncio.Lock()
         self._conn: psycopg.AsyncConnection[Any] | None = None
 
@@ -135,11 +143,13 @@ class Link:
                 done, _ = await asyncio.wait({call}, timeout=self._call_timeout)
                 if not done:
                     raise CallTimedOut(f"no answer within {self._call_timeout:g} s")
-                return call.result()
+                rows = call.result()
             except BaseException as error:
                 if loses_connection(error):
                     self._throw_away(conn, call)
                 raise
+            self._succeeded()
+            return rows
 
     async def close(self) -> None:
         """Ends the connection, politely when it is idle."""
@@ -184,12 +194,13 @@ def _look_at_error(call: asyncio.Future[Any]) -> None:
         call.exception()  # or asyncio complains that nobody did
 
 
-def connection_string(dsn: str, name: str) -> str:
+def connection_string(dsn: str, name: str, call_timeout: timedelta = CALL_TIMEOUT) -> str:
     """The DSN, with a name for pg_stat_activity and with keep-alives unless it has its own."""
     given = conninfo_to_dict(dsn)
     wanted = {
         "application_name": name,
-        "connect_timeout": str(int(CONNECT_TIMEOUT.total_seconds())),
+        # libpq takes no less than two seconds.
+        "connect_timeout": str(max(2, int(min(CONNECT_TIMEOUT, call_timeout).total_seconds()))),
         "keepalives_idle": "10",
         "keepalives_interval": "5",
         "keepalives_count": "3",
@@ -256,16 +267,19 @@ class Store:
         lanes: Sequence[Mapping[str, Any]] | None = None,
         alone: bool = False,
         token: UUID | None = None,
+        fresh: bool = False,
         now: datetime | None = None,
     ) -> list[Claim]:
-        """Takes up to *limit* due events; see outbox_claim. By priority, due time and seq."""
-        # Only the first try of a token that was minted here can be certain that nobody has used it.
-        fresh = token is None
-        token = token or uuid4()
+        """Takes up to *limit* due events; see outbox_claim. By priority, due time and seq.
+
+        A caller that wants to ask again after an error brings its own *token*, *fresh* when it is new.
+        """
+        if token is None:
+            token, fresh = uuid4(), True
 
         async def once() -> list[tuple[Any, ...]]:
             nonlocal fresh
-            first, fresh = fresh, False
+            first, fresh = fresh, False  # whatever becomes of this try, the next one can't be certain
             return await self._rows(
                 "outbox_claim",
                 p_token=token,

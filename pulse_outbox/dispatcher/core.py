@@ -19,7 +19,7 @@ from pulse_outbox.dispatcher import care, sentry
 from pulse_outbox.dispatcher.children import ChildSuspects
 from pulse_outbox.dispatcher.health import Health
 from pulse_outbox.dispatcher.heart import Heart
-from pulse_outbox.dispatcher.intake import Intake
+from pulse_outbox.dispatcher.intake import STOPPING, Intake
 from pulse_outbox.dispatcher.jobs import Completed, Failed, InFlight, Lapsed, Over, Released, Snoozed
 from pulse_outbox.dispatcher.loops import keep_going
 from pulse_outbox.dispatcher.running import Runner, Slots, job_fields
@@ -31,10 +31,11 @@ from pulse_outbox.dispatcher.transactions import Transactions
 from pulse_outbox.dispatcher.wakeup import listen
 from pulse_outbox.errors import SettingsError
 from pulse_outbox.events import as_timedelta
-from pulse_outbox.store import Link, Store
+from pulse_outbox.store import CALL_TIMEOUT, Link, Store
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection
+    from datetime import timedelta
 
     from pulse_outbox.dispatcher.jobs import Job, Outcome
     from pulse_outbox.dispatcher.suspects import Suspects
@@ -46,6 +47,7 @@ log = structlog.get_logger("pulse_outbox")
 FINAL_WRITES = 5.0
 """How long the last results may take to be stored once no handler runs any more, in seconds."""
 SUMMARY_INTERVAL = 60.0
+LEAKED_PATIENCE = 1.0
 PAUSE_CHECK = 1.0
 
 
@@ -76,20 +78,42 @@ class Dispatcher:
         self._stopping = asyncio.Event()
         self._why = ""
         self._exit_with_error = False
+        self._condition = Condition()
+        self._tally = Tally()
+        self._in_flight = InFlight()
+        self._said_sleeping: bool | None = None
 
     # Starting and stopping
 
     def run(self) -> None:
         """Runs until SIGTERM or SIGINT; a second signal ends the process at once."""
-        asyncio.run(self._run_with_signals())
+        with asyncio.Runner() as runner:
+            loop = runner.get_loop()
+            running = loop.create_task(self._run_with_signals())
+            while not running.done():
+                try:
+                    loop.run_until_complete(running)
+                except (SystemExit, KeyboardInterrupt) as error:
+                    if running.done():
+                        raise
+                    # Out of a task that a handler has started: asyncio lets it end the loop, which goes on here.
+                    log.warning("outbox.task_raised", error=type(error).__name__)
         if self._exit_with_error:
             raise SystemExit(1)
 
     async def run_async(self) -> None:
         """Runs until `stop` is called; inside a loop of the application's own."""
         async with AsyncExitStack() as stack:
-            await self._open(stack)
-            await self._stopping.wait()
+            stopping = asyncio.create_task(self._stopping.wait())
+            opening = asyncio.create_task(self._open(stack))
+            stack.callback(stopping.cancel)
+            await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done():  # told to stop while the database keeps it waiting
+                opening.cancel()
+                await asyncio.wait({opening})
+                return
+            opening.result()
+            await stopping
             await self._drain()
 
     def stop(self, why: str = "asked to") -> None:
@@ -110,8 +134,8 @@ class Dispatcher:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
         await self.run_async()
-        if self.abandoned:
-            # A handler that can't be stopped would keep the interpreter from ending.
+        if self.abandoned or await _leaked_tasks():
+            # What can't be stopped would keep the interpreter from ending.
             self._end_process(1)
 
     def _end_process(self, code: int) -> NoReturn:
@@ -123,11 +147,6 @@ class Dispatcher:
     async def _open(self, stack: AsyncExitStack) -> None:
         """Starts everything; what was started is ended by *stack*, last first."""
         settings = self.settings
-        self._condition = Condition()
-        self._tally = Tally()
-        self._in_flight = InFlight()
-        self._said_sleeping: bool | None = None
-
         care_store = await self._open_store("care", stack)
         await care_store.require_supported()
         transactions = await self._open_transactions(stack)
@@ -155,16 +174,16 @@ class Dispatcher:
             concurrency=settings.concurrency,
             exhausted=self._slots_exhausted,
         )
+        claim_store = await self._open_store("claim", stack)
         self._intake = Intake(
-            await self._open_store("claim", stack),
+            claim_store,
             settings=settings,
             handlers=self._handlers,
             in_flight=self._in_flight,
             slots=self._slots,
             settler=self._settler,
-            condition=self._condition,
             tally=self._tally,
-            say_sleeping=lambda sleeping: self._say_alive(care_store, sleeping=sleeping),
+            say_sleeping=lambda sleeping: self._say_alive(claim_store, sleeping=sleeping),
             suspects_due=lambda lanes: self._suspects.due(lanes),  # noqa: PLW0108  made after the intake
         )
         self._suspects = await self._open_suspects(stack)
@@ -172,7 +191,8 @@ class Dispatcher:
             settings=settings,
             in_flight=self._in_flight,
             condition=self._condition,
-            open_store=lambda: self._new_store("heart"),
+            # A call that hangs must end while there is still time for another.
+            open_store=lambda: self._new_store("heart", min(CALL_TIMEOUT, settings.lease_time / 6)),
             say_alive=self._say_alive,
             lost=self._lost,
             health=Health(live=self._is_live, ready=self._is_ready, facts=self._facts),
@@ -216,8 +236,12 @@ class Dispatcher:
             loops["prune"] = lambda: care.prune(care_store, retention)
         if settings.burst:
             loops["burst"] = self._stop_when_done
+        # A complaint is about a connection, whichever loop has it: when a call succeeds on it, it is over.
+        shared = {"watchdog": "care", "heal": "care", "pause": "care", "prune": "care"}
         self._tasks = {
-            name: asyncio.create_task(keep_going(name, loop, self._condition), name=f"pulse-outbox-{name}")
+            name: asyncio.create_task(
+                keep_going(shared.get(name, name), loop, self._condition), name=f"pulse-outbox-{name}"
+            )
             for name, loop in loops.items()
         }
 
@@ -230,18 +254,18 @@ class Dispatcher:
 
     async def _drain(self) -> None:
         """No more claims; what has not started goes back, what runs gets its grace, what ended is stored."""
-        self._intake.held = True
+        await self._intake.hold(STOPPING)
         log.info("outbox.stopping", why=self._why, running=self._slots.running, waiting=self._slots.waiting)
         self._give_back(self._handlers)
         closing = asyncio.create_task(self._suspects.close())
         grace_ends = time.monotonic() + self.settings.seconds("grace")
-        while self._slots.running and time.monotonic() < grace_ends:
+        while self._slots.worth_waiting_for and time.monotonic() < grace_ends:
             await asyncio.sleep(0.02)
         if self._slots.running:
             log.warning("outbox.grace_over", running=self._slots.running)
             await self._slots.close()
         await closing
-        writes_end = time.monotonic() + FINAL_WRITES
+        writes_end = max(grace_ends, time.monotonic() + FINAL_WRITES)
         while not self._settler.idle and time.monotonic() < writes_end:
             await asyncio.sleep(0.01)
         self.abandoned = self._slots.running + self._runner.left_behind
@@ -255,14 +279,24 @@ class Dispatcher:
 
     # Parts
 
-    def _new_store(self, name: str) -> Store:
-        link = Link(self._dsn, name=f"pulse-outbox {name}")
+    def _new_store(self, name: str, call_timeout: timedelta = CALL_TIMEOUT) -> Store:
+        link = Link(
+            self._dsn,
+            name=f"pulse-outbox {name}",
+            call_timeout=call_timeout,
+            succeeded=lambda: self._is_well(name),
+        )
         return Store(link, schema=self.outbox.schema, retries=self.settings.retries)
 
     async def _open_store(self, name: str, stack: AsyncExitStack) -> Store:
         store = self._new_store(name)
         stack.push_async_callback(store.close)
         return store
+
+    def _is_well(self, subject: str) -> None:
+        if subject in self._condition.complaints:
+            silence = self._condition.is_well(subject) or 0.0
+            log.info("outbox.loop_recovered", loop=subject, after_seconds=round(silence, 1))
 
     async def _open_transactions(self, stack: AsyncExitStack) -> Transactions | None:
         if not any(handler.transactional for handler in self._handlers.values()):
@@ -321,7 +355,7 @@ class Dispatcher:
         """A result is stored, or refused."""
         self._intake.room_made()
         tally = self._tally
-        if answer == "lost":
+        if answer == "lost" or (isinstance(outcome, Over) and outcome.lost):
             tally.lost += 1
             log.warning("outbox.lease_lost", **job_fields(outcome.job), result=type(outcome).__name__.lower())
             return
@@ -465,6 +499,17 @@ class Dispatcher:
             "unstored": len(self._settler),
             **_counts(self._tally),
         }
+
+
+async def _leaked_tasks() -> int:
+    """Cancels what handlers have left behind, and counts those tasks that go on all the same."""
+    leaked = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in leaked:
+        task.cancel()
+    if not leaked:
+        return 0
+    _, pending = await asyncio.wait(leaked, timeout=LEAKED_PATIENCE)
+    return len(pending)
 
 
 def _counts(tally: Tally) -> dict[str, int]:

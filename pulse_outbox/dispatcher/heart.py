@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from pulse_outbox.dispatcher.health import serve_health
+from pulse_outbox.dispatcher.jobs import apart
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -109,6 +110,7 @@ class Heart:
             started = time.monotonic()
             try:
                 await self._beat(store)
+                await self._say_alive(store)
             except Exception as error:
                 # The next try comes soon: what is lost here is lease time.
                 if self._condition.complain("heartbeat", f"heartbeats fail: {type(error).__name__}"):
@@ -121,25 +123,33 @@ class Heart:
 
     async def _beat(self, store: Store) -> None:
         """One heartbeat for every job that is not brand new; locked rows are tried again until they are free."""
-        await self._say_alive(store)
         # What was claimed a moment ago is covered until the beat after this one.
         jobs = list(self._in_flight.older_than(self._settings.seconds("heartbeat") / 2))
         give_up_at = time.monotonic() + self._settings.seconds("heartbeat") / 2
         while jobs:
             locked: list[Job] = []
-            for first in range(0, len(jobs), CHUNK):
-                chunk = jobs[first : first + CHUNK]
-                answers = await store.heartbeat([job.claim for job in chunk], lease=self._settings.lease_time)
-                for job in chunk:
-                    match answers.get(job.claim.event_id):
-                        case "locked":
-                            locked.append(job)
-                        case "lost" if job in self._in_flight:
-                            self._main.call_soon_threadsafe(self._lost, job)
+            for group in apart(jobs):
+                for first in range(0, len(group), CHUNK):
+                    locked += await self._extend(store, group[first : first + CHUNK])
             if not locked or time.monotonic() > give_up_at:
                 return
             await asyncio.sleep(LOCKED_PAUSE)
             jobs = [job for job in locked if job in self._in_flight]
+
+    async def _extend(self, store: Store, jobs: list[Job]) -> list[Job]:
+        """One statement; those whose rows somebody else has locked."""
+        leased_until = time.monotonic() + self._settings.seconds("lease")
+        answers = await store.heartbeat([job.claim for job in jobs], lease=self._settings.lease_time)
+        locked = []
+        for job in jobs:
+            answer = answers.get(job.claim.event_id)
+            if answer is None:
+                job.leased_until = leased_until
+            elif answer == "locked":
+                locked.append(job)
+            elif job in self._in_flight:
+                self._main.call_soon_threadsafe(self._lost, job)
+        return locked
 
     # The main event loop
 

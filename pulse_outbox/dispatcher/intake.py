@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import structlog
 
-from pulse_outbox.dispatcher.jobs import Job
+from pulse_outbox.dispatcher.jobs import Job, Released
 from pulse_outbox.dispatcher.lanes import Lanes
+from pulse_outbox.dispatcher.transactions import POOL_SIZE as TRANSACTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from uuid import UUID
 
     from pulse_outbox.dispatcher.jobs import InFlight
-    from pulse_outbox.dispatcher.lanes import LaneKey
+    from pulse_outbox.dispatcher.lanes import ClaimPlan, LaneKey
     from pulse_outbox.dispatcher.running import Slots
     from pulse_outbox.dispatcher.settings import DispatcherSettings
     from pulse_outbox.dispatcher.settling import Settler
-    from pulse_outbox.dispatcher.state import Condition, Tally
+    from pulse_outbox.dispatcher.state import Tally
     from pulse_outbox.handlers import Handler
     from pulse_outbox.store import Claim, Store
 
@@ -43,6 +47,20 @@ HEARING_NAP = 0.05
 """… until the naps have become this long."""
 
 
+STOPPING = "stopping"
+HOLD_PATIENCE = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ClaimCall:
+    """A claim that is under way, or whose answer was lost."""
+
+    plan: ClaimPlan
+    token: UUID
+    slots: int
+    at: float
+
+
 class Intake:
     """Claims for one process."""
 
@@ -55,7 +73,6 @@ class Intake:
         in_flight: InFlight,
         slots: Slots,
         settler: Settler,
-        condition: Condition,
         tally: Tally,
         say_sleeping: Callable[[bool], Awaitable[None]],
         suspects_due: Callable[[Sequence[LaneKey]], None],
@@ -64,11 +81,11 @@ class Intake:
         self._settings = settings
         self._handlers = handlers
         self._topics = sorted(handlers)
+        self._transactional = [topic for topic in self._topics if handlers[topic].transactional]
         self._budgets = [handlers[topic].retry.max_attempts for topic in self._topics]
         self._in_flight = in_flight
         self._slots = slots
         self._settler = settler
-        self._condition = condition
         self._tally = tally
         self._say_sleeping = say_sleeping
         self._suspects_due = suspects_due
@@ -87,8 +104,10 @@ class Intake:
         self._rate_completed = 0
         self.nothing_due = asyncio.Event()
         """Set while the last listing showed nothing that could run now."""
-        self.held = False
-        """While true nothing is claimed: the process ends, or a suspect runs alone in it."""
+        self._holds: set[str] = set()
+        """Why nothing is claimed now: the process ends, or a suspect runs alone in it."""
+        self._claiming = False
+        self._unanswered: _ClaimCall | None = None
 
     def wake(self) -> None:
         """There may be new work."""
@@ -100,41 +119,71 @@ class Intake:
         if self._needs_room:
             self._stirred.set()
 
+    async def hold(self, why: str, *, patience: float = HOLD_PATIENCE) -> None:
+        """Claims nothing more until `let_go`; returns when no claim is under way, or after *patience* seconds."""
+        self._holds.add(why)
+        give_up_at = time.monotonic() + patience
+        while self._claiming and time.monotonic() < give_up_at:
+            await asyncio.sleep(0.005)
+
+    def let_go(self, why: str) -> None:
+        """Ends one hold; others may go on."""
+        self._holds.discard(why)
+        self.wake()
+
     async def run(self) -> None:
         """Claims for ever."""
         while True:
-            wanted = self._wanted()
-            if wanted < 1:
-                await self._wait_for_room()
-                continue
-            if self._relist or time.monotonic() >= self._listed_at + self._listing_interval:
-                await self._list()
-            plan = self._lanes.plan(wanted, self._room_of, time.monotonic())
-            if plan is None:
-                await self._rest()
-                continue
-            claimed_at = time.monotonic()
+            fresh = self._unanswered is None
+            if self._unanswered is None:
+                self._unanswered = await self._next_claim()
+            if self._unanswered is not None:
+                await self._claim(self._unanswered, fresh=fresh)
+
+    async def _next_claim(self) -> _ClaimCall | None:
+        """What to claim next; None after a rest."""
+        wanted = self._wanted()
+        if wanted < 1:
+            await self._wait_for_room()
+            return None
+        if self._relist or time.monotonic() >= self._listed_at + self._listing_interval:
+            await self._list()
+        plan = self._lanes.plan(wanted, self._room_of, time.monotonic())
+        if plan is None or self._holds:
+            await self._rest()
+            return None
+        return _ClaimCall(plan=plan, token=uuid4(), slots=self._slots.free, at=time.monotonic())
+
+    async def _claim(self, call: _ClaimCall, *, fresh: bool) -> None:
+        """One claim. After an error it stays unanswered and is asked again: what it took must not be forgotten."""
+        self._claiming = True
+        try:
             # Suspects are claimed beside this, and share the limits of handlers.
-            with self._in_flight.reserving((key.topic, quota) for key, quota in plan.quotas.items()):
+            with self._in_flight.reserving(call.plan.quotas.items()):
                 claims = await self._store.claim(
-                    limit=plan.limit,
+                    limit=call.plan.limit,
                     topics=self._topics,
                     worker=self._settings.worker,
                     lease=self._settings.lease_time,
                     budgets=self._budgets,
-                    slots=self._slots.free,
-                    lanes=plan.lanes,
+                    slots=call.slots,
+                    lanes=call.plan.lanes,
+                    token=call.token,
+                    fresh=fresh,
                 )
-            self._lanes.note(plan, claims)
-            if claims:
-                self._take_in(claims, claimed_at)
-                await self._stop_listening_when_busy(len(claims))
+            self._unanswered = None
+            self._lanes.note(call.plan, claims)
+            self._take_in(claims, call.at)
+        finally:
+            self._claiming = False
+        if claims:
+            await self._stop_listening_when_busy(len(claims))
 
     # How much
 
     def _wanted(self) -> int:
         """How many to claim now: what can start at once, and about 100 ms of work beyond."""
-        if self.held:
+        if self._holds:
             return 0
         if len(self._settler) >= 4 * self._settings.batch:
             return 0  # the database does not take results: do not add to them
@@ -147,8 +196,15 @@ class Intake:
         return min(self._settings.batch, free + max(0, ahead - waiting))
 
     def _room_of(self, topic: str) -> int:
-        limit = self._handlers[topic].concurrency
-        return self._settings.batch if limit is None else limit - self._in_flight.of_topic(topic)
+        """How many more of a topic could run: its handler's limit, and the connections that transactions share."""
+        handler = self._handlers[topic]
+        room = self._settings.batch
+        if handler.concurrency is not None:
+            room = handler.concurrency - self._in_flight.of_topic(topic)
+        if handler.transactional:
+            used = sum(self._in_flight.of_topic(other) for other in self._transactional)
+            room = min(room, -(-(TRANSACTIONS - used) // len(self._transactional)))
+        return room
 
     def _completion_rate(self) -> float:
         """Jobs ended per second, over the last moments."""
@@ -172,17 +228,24 @@ class Intake:
         self._listing_interval = min(
             LISTING_INTERVAL, max(LISTING_INTERVAL_MIN, (now - started) / LISTING_SHARE)
         )
-        self._condition.storage_is_well()
         if suspects := self._lanes.suspects(now):
             self._suspects_due(suspects)
 
     def _take_in(self, claims: Sequence[Claim], claimed_at: float) -> None:
+        if not claims:
+            return
         self.nothing_due.clear()
         self._nap = FIRST_NAP_DEAF if self._deaf else FIRST_NAP
         self._tally.claimed += len(claims)
-        jobs = [Job(claim, self._handlers[claim.topic], claimed_at) for claim in claims]
+        lease = self._settings.seconds("lease")
+        jobs = [Job(claim, self._handlers[claim.topic], claimed_at, lease) for claim in claims]
         for job in jobs:
             self._in_flight.add(job)
+        if STOPPING in self._holds:
+            for job in jobs:
+                job.stage = "withdrawn"
+                self._settler.add(Released(job))
+            return
         # A budget of one must not wait in memory: those were claimed for slots that are free, and go first.
         jobs.sort(key=lambda job: job.claim.max_attempts != 1)
         self._slots.add(jobs)

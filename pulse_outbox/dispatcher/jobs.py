@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+    from uuid import UUID
 
     from pulse_outbox.handlers import Handler
     from pulse_outbox.store import Claim
@@ -20,14 +22,24 @@ Stage = Literal["waiting", "running", "finished", "withdrawn"]
 class Job:
     """One claim that this process holds, from the claim until its result is stored."""
 
-    __slots__ = ("claim", "claimed_at", "handler", "stage")
+    __slots__ = ("claim", "claimed_at", "handler", "leased_until", "stage")
 
-    def __init__(self, claim: Claim, handler: Handler, claimed_at: float) -> None:
+    def __init__(self, claim: Claim, handler: Handler, claimed_at: float, lease: float = math.inf) -> None:
         self.claim = claim
         self.handler = handler
         self.claimed_at = claimed_at
         """On this process's monotonic clock, before the claim was sent."""
+        self.leased_until = claimed_at + lease
+        """On the same clock; the heart moves it on."""
         self.stage: Stage = "waiting"
+
+    def age(self) -> float:
+        """Seconds since the event was created, on the database's clock."""
+        return self.claim.age + time.monotonic() - self.claimed_at
+
+    def database_time(self) -> datetime:
+        """What time it is at the database, whatever this machine's clock says."""
+        return self.claim.created_at + timedelta(seconds=self.age())
 
     def __repr__(self) -> str:
         return f"<Job {self.claim.topic} {self.claim.event_id} {self.stage}>"
@@ -77,12 +89,29 @@ class Lapsed:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """There is nothing left to store: its own transaction completed it, or the lease was lost."""
+    """There is nothing left to store: its own transaction completed it, or rolled back because the lease was lost."""
 
     job: Job
+    lost: bool = False
 
 
 Outcome = Completed | Failed | Snoozed | Released | Lapsed | Over
+
+
+def apart(jobs: Iterable[Job]) -> list[list[Job]]:
+    """The jobs in groups of which each has an event only once.
+
+    An answer names the event, and a process may still run an old claim of an event that it has claimed again.
+    """
+    groups: list[dict[UUID, Job]] = []
+    for job in jobs:
+        for group in groups:
+            if job.claim.event_id not in group:
+                group[job.claim.event_id] = job
+                break
+        else:
+            groups.append({job.claim.event_id: job})
+    return [list(group.values()) for group in groups]
 
 
 class InFlight:

@@ -38,11 +38,12 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimPlan:
-    """One claim call: the lanes in order, each with its quota."""
+    """One claim call: the lanes in order, and the quota of each topic, which its lanes share."""
 
     limit: int
     lanes: list[dict[str, Any]]
-    quotas: dict[LaneKey, int]
+    keys: list[LaneKey]
+    quotas: dict[str, int]
 
 
 class Lanes:
@@ -85,25 +86,30 @@ class Lanes:
         self._turn = (self._turn + 1) % len(topics)
         topics = topics[self._turn :] + topics[: self._turn]
         share = -(-limit // len(topics))
-        quotas = {
-            key: min(share, room(topic))
+        quotas = {topic: min(share, room(topic)) for topic in topics}
+        keys = [
+            key
             for topic in topics
             for key in sorted(by_topic[topic], key=lambda key: (-key.priority, self._places[key].next_run_at))
-        }
-        return ClaimPlan(limit=limit, lanes=[self._asked(key, quotas[key]) for key in quotas], quotas=quotas)
+        ]
+        lanes = [self._asked(key, quotas[key.topic]) for key in keys]
+        return ClaimPlan(limit=limit, lanes=lanes, keys=keys, quotas=quotas)
 
     def note(self, plan: ClaimPlan, claims: Sequence[Claim]) -> None:
         """Moves the lanes on after a claim (whose rows come in order)."""
-        taken = dict.fromkeys(plan.quotas, 0)
+        taken: dict[LaneKey, int] = {}
         for claim in claims:
             key = LaneKey(claim.topic, claim.generation, claim.lapses, claim.priority)
             taken[key] = taken.get(key, 0) + 1
             if place := self._places.get(key):
                 place.next_run_at, place.seq = claim.next_run_at, claim.seq + 1
-        if len(claims) < plan.limit:
-            for key, quota in plan.quotas.items():
-                if taken[key] < quota and (place := self._places.get(key)):
-                    place.short = True
+        if len(claims) >= plan.limit:
+            return
+        left = dict(plan.quotas)
+        for key in plan.keys:
+            left[key.topic] -= taken.get(key, 0)
+            if left[key.topic] > 0 and (place := self._places.get(key)):
+                place.short = True
 
     def _asked(self, key: LaneKey, quota: int) -> dict[str, Any]:
         place = self._places[key]

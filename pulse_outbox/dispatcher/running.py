@@ -7,32 +7,38 @@ job a fifth. So deadlines are looked at together, a few times a second.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
+import time
+import types
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar, copy_context
-from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from contextvars import Context, ContextVar, copy_context
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import structlog
 from pydantic_core import from_json
 
-from pulse_outbox.dispatcher.jobs import Completed, Failed, Job, Outcome, Over, Snoozed
-from pulse_outbox.dispatcher.transactions import LeaseLost
+from pulse_outbox.dispatcher.jobs import Completed, Failed, Job, Outcome, Over, Released, Snoozed
+from pulse_outbox.dispatcher.transactions import LeaseLost, NotStarted
 from pulse_outbox.events import Event
 from pulse_outbox.failures import PayloadError, describe_error
 from pulse_outbox.trace import HEADER as TRACE_HEADER
 from pulse_outbox.trace import trace_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Coroutine, Generator, Iterable
     from random import Random
 
     from pulse_outbox.dispatcher.sentry import Sentry
     from pulse_outbox.dispatcher.transactions import Transactions
-    from pulse_outbox.failures import Redact, Verdict
+    from pulse_outbox.failures import Redact
 
 log = structlog.get_logger("pulse_outbox")
+
+T = TypeVar("T")
 
 current_event: ContextVar[Event[Any] | None] = ContextVar("pulse_outbox_event", default=None)
 """The event that the running code works on; log lines take their context from it."""
@@ -80,6 +86,10 @@ class Runner:
             event = self.event_of(job)
         except PayloadError as error:
             return self.failed(job, error, decoding=True)
+        # In a context of its own: what a handler binds (to its logger, say) must not reach the next one in the slot.
+        return await _in_context(copy_context(), self._attempt_in_scope(job, event))
+
+    async def _attempt_in_scope(self, job: Job, event: Event[Any]) -> Outcome:
         if self._sentry is None:
             return await self._attempt(job, event)
         with self._sentry.around(event):
@@ -95,9 +105,11 @@ class Runner:
                 await job.handler.function(event)
             else:
                 await self._in_thread(job.handler.function, event)
+        except NotStarted as error:
+            log.warning("outbox.not_started", **job_fields(job), error=describe_error(error))
+            return Released(job)
         except LeaseLost:
-            log.warning("outbox.lease_lost", **job_fields(job), effects="rolled back")
-            return Over(job)
+            return Over(job, lost=True)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -105,8 +117,6 @@ class Runner:
             return self.failed(job, error)
         except BaseException as error:
             return self.failed(job, error)
-        finally:
-            current_event.set(None)
         return Completed(job)
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -169,11 +179,15 @@ class Runner:
             error,
             decoding=decoding,
             snoozes=claim.snoozes,
-            age=datetime.now(UTC) - claim.created_at,
+            age=timedelta(seconds=job.age()),
         )
         text = describe_error(error, self._redact)
         if verdict.kind == "later":
-            return Snoozed(job, _time_left(verdict), text)
+            delay = verdict.delay if verdict.at is None else verdict.at - job.database_time()
+            if delay is not None and delay > timedelta():
+                return Snoozed(job, delay, text)
+            # Due at once, and free: it would run for ever. It is an attempt like any other.
+            verdict = replace(verdict, kind="transient", rule="retry_later.past")
         return Failed(
             job,
             text,
@@ -186,6 +200,23 @@ class Runner:
             handler.retry.delay(claim.attempts, self._random),
             verdict.kind == "terminal",
         )
+
+
+@types.coroutine
+def _in_context(context: Context, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+    """Awaits a coroutine, each step of it in this context; a task of its own would do the same and cost more."""
+    step: Callable[[], Any] = functools.partial(coroutine.send, None)
+    while True:
+        try:
+            awaited = context.run(step)
+        except StopIteration as done:
+            return cast("T", done.value)
+        try:
+            sent = yield awaited
+        except BaseException as error:
+            step = functools.partial(coroutine.throw, error)
+        else:
+            step = functools.partial(coroutine.send, sent)
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -217,13 +248,6 @@ def _trace_fields(headers: str) -> dict[str, str]:
     except (ValueError, RecursionError):
         return {}
     return trace_fields(decoded) if isinstance(decoded, dict) else {}
-
-
-def _time_left(verdict: Verdict) -> timedelta:
-    if verdict.delay is not None:
-        return verdict.delay
-    assert verdict.at is not None
-    return max(timedelta(), verdict.at - datetime.now(UTC))
 
 
 class Slot:
@@ -281,6 +305,11 @@ class Slots:
         """Jobs that have started and not ended."""
         return sum(slot.job is not None for slot in self._slots)
 
+    @property
+    def worth_waiting_for(self) -> int:
+        """Those of them whose result is still wanted."""
+        return sum(slot.job is not None and not slot.settled_early for slot in self._slots)
+
     def add(self, jobs: Iterable[Job]) -> None:
         """Gives jobs to the slots, in order."""
         self._queue.extend(jobs)
@@ -319,6 +348,10 @@ class Slots:
             job = self._queue.popleft()
             if job.stage != "waiting":
                 continue  # withdrawn from outside while it waited here
+            if time.monotonic() > job.leased_until:
+                job.stage = "withdrawn"
+                self._deliver(Released(job))  # somebody else may be running it by now
+                continue
             job.stage = "running"
             outcome = await self._run(slot, job, loop)
             job.stage = "finished"

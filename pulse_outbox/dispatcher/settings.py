@@ -75,6 +75,9 @@ class DispatcherSettings:
             )
         if not self.seconds("poll") > 0:
             raise SettingsError("poll must be above 0")
+        given: object = self.topics
+        if not isinstance(given, tuple | list) or not given:
+            raise SettingsError("topics are patterns in a tuple: ('order.*',)")
         if not self.worker or "\0" in self.worker or len(self.worker) > 200:
             raise SettingsError("worker must have 1 to 200 characters")
         if self.generations is not None:

@@ -18,9 +18,9 @@ from pulse_outbox.dispatcher.jobs import (
     Over,
     Released,
     Snoozed,
+    apart,
 )
-from pulse_outbox.errors import OutboxError
-from pulse_outbox.storage_retry import is_retryable
+from pulse_outbox.errors import BadArgument
 from pulse_outbox.store import Failure
 
 if TYPE_CHECKING:
@@ -103,12 +103,11 @@ class Settler:
     async def _offer(self, part: list[Outcome]) -> None:
         try:
             answers = await self._send(part)
-        except (psycopg.Error, OutboxError) as error:
-            if is_retryable(error) or isinstance(error, psycopg.OperationalError):
+        except (psycopg.Error, BadArgument) as error:
+            if not _is_about_data(error):
                 raise
             await self._isolate(part, error)
             return
-        self._condition.storage_is_well()
         for outcome in part:
             self._answered(outcome, answers.get(outcome.job.claim.event_id))
 
@@ -165,7 +164,11 @@ class Settler:
     def _over(self, outcome: Outcome, answer: Answer | None) -> None:
         self._locked_tries.pop(outcome.job, None)
         self._in_flight.remove(outcome.job)
-        self._settled(outcome, answer)
+        try:
+            self._settled(outcome, answer)
+        except Exception as error:
+            # It is stored. A log that can't be written must not have it offered again.
+            self._condition.complain("log", f"a log line can't be written: {type(error).__name__}")
 
 
 def _alike(group: list[Outcome]) -> list[list[Outcome]]:
@@ -180,7 +183,21 @@ def _alike(group: list[Outcome]) -> list[list[Outcome]]:
             case _:
                 same = None
         parts.setdefault(same, []).append(outcome)
-    return list(parts.values())
+    by_job = {outcome.job: outcome for outcome in group}
+    return [
+        [by_job[job] for job in jobs]
+        for part in parts.values()
+        for jobs in apart(outcome.job for outcome in part)
+    ]
+
+
+def _is_about_data(error: psycopg.Error | BadArgument) -> bool:
+    """Whether the database refuses what it was given, and would for ever; anything else may pass."""
+    if isinstance(error, BadArgument):
+        return True
+    if error.sqlstate is None:
+        return isinstance(error, psycopg.DataError)
+    return error.sqlstate.startswith(("22", "23"))
 
 
 def _failure(outcome: Outcome) -> Failure:

@@ -24,11 +24,6 @@ class Condition:
         known = self.complaints.pop(subject, None)
         return time.monotonic() - known[1] if known else None
 
-    def storage_is_well(self) -> None:
-        """A storage call has succeeded."""
-        if self.complaints:
-            self.is_well("storage")
-
     def in_words(self) -> list[str]:
         """Every complaint with how long it has lasted."""
         now = time.monotonic()

@@ -29,6 +29,9 @@ log = structlog.get_logger("pulse_outbox")
 
 TURN_FOR_OTHERS = 0.5
 """How long everybody else runs between two suspects, in seconds."""
+LONGEST_TURN = 30.0
+QUIET_PATIENCE = 2.0
+SUSPECT = "a suspect runs alone"
 
 
 class Suspects(Protocol):
@@ -91,19 +94,19 @@ class LonelySuspects:
 
     async def run(self) -> None:
         """One suspect at a time, and a turn for everybody else in between."""
+        turn = TURN_FOR_OTHERS
         while True:
             await self._some.wait()
             self._some.clear()
-            self._intake.held = True
+            await self._intake.hold(SUSPECT)
             try:
-                await self._quiet()
-                if not self._closing:
+                if quiet := await self._quiet() and not self._closing:
                     await self._run_one()
-                await self._quiet()
             finally:
-                self._intake.held = self._closing
-                self._intake.wake()
-            await asyncio.sleep(TURN_FOR_OTHERS)
+                self._intake.let_go(SUSPECT)
+            # Where a job runs for hours, asking again and again for silence would keep everybody else from working.
+            turn = TURN_FOR_OTHERS if quiet else min(turn * 2, LONGEST_TURN)
+            await asyncio.sleep(turn)
 
     async def _run_one(self) -> None:
         topics = sorted(self._handlers)
@@ -119,11 +122,18 @@ class LonelySuspects:
         )
         for claim in claims:
             log.info("outbox.suspect", event_id=str(claim.event_id), topic=claim.topic, lapses=claim.lapses)
-            job = Job(claim, self._handlers[claim.topic], claimed_at)
+            job = Job(claim, self._handlers[claim.topic], claimed_at, self._settings.seconds("lease"))
             self._in_flight.add(job)
             self._slots.add([job])
 
-    async def _quiet(self) -> None:
-        """Until this process holds nothing at all."""
-        while len(self._in_flight):
+        while self._slots.running or self._slots.waiting:
             await asyncio.sleep(0.01)
+
+    async def _quiet(self) -> bool:
+        """Waits until nothing runs in this process, but not for long."""
+        give_up_at = time.monotonic() + QUIET_PATIENCE
+        while self._slots.running or self._slots.waiting:
+            if time.monotonic() > give_up_at:
+                return False
+            await asyncio.sleep(0.01)
+        return True

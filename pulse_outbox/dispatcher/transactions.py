@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 from psycopg import sql
-from psycopg_pool import AsyncConnectionPool, ConnectionPool
+from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
 
+from pulse_outbox.storage_retry import loses_connection
 from pulse_outbox.store import connection_string
 
 if TYPE_CHECKING:
@@ -19,8 +20,13 @@ if TYPE_CHECKING:
     from pulse_outbox.events import Event
 
 POOL_SIZE = 10
-LOCKED_PATIENCE = 5.0
+PATIENCE = 5.0
+"""How long to wait for a connection, or for a row that somebody else has locked, in seconds."""
 LOCKED_PAUSE = 0.05
+
+
+class NotStarted(Exception):
+    """The handler was never called: there was no connection to be had."""
 
 
 class LeaseLost(Exception):
@@ -40,13 +46,15 @@ class Transactions:
             "max_size": size,
             "open": False,
             "kwargs": {"prepare_threshold": None},
-            "configure": None,
         }
         self._complete = sql.SQL("select answer from {}(array[%s]::uuid[], array[%s]::uuid[], %s)").format(
             sql.Identifier(schema, "outbox_complete")
         )
-        self._async_pool = AsyncConnectionPool(conninfo, **options)
-        self._pool = ConnectionPool(conninfo, **options)
+        # Looked at before it is lent: a connection that died in the pool would cost a handler its attempt.
+        self._async_pool = AsyncConnectionPool(
+            conninfo, check=AsyncConnectionPool.check_connection, **options
+        )
+        self._pool = ConnectionPool(conninfo, check=ConnectionPool.check_connection, **options)
 
     async def open(self) -> None:
         """Makes the pools ready; connections are opened when the first handler needs one."""
@@ -60,34 +68,58 @@ class Transactions:
 
     async def run_async(self, job: Job, build: Callable[[Any], Event[Any]]) -> None:
         """Runs an async handler and completes its event in one transaction."""
-        async with self._async_pool.connection() as conn:
+        try:
+            conn = await self._async_pool.getconn(timeout=PATIENCE)
+        except (PoolTimeout, psycopg.Error) as error:
+            raise NotStarted("no connection for its transaction") from error
+        try:
             await conn.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
             async with conn.transaction():
                 await job.handler.function(build(conn))
-                give_up_at = time.monotonic() + LOCKED_PATIENCE
+                give_up_at = time.monotonic() + PATIENCE
                 while self._is_locked(
                     await (await conn.execute(self._complete, _of(job))).fetchall(), give_up_at
                 ):
                     await asyncio.sleep(LOCKED_PAUSE)
+        except psycopg.Error as error:
+            if loses_connection(error):
+                await conn.close()
+            raise
+        finally:
+            await self._async_pool.putconn(conn)
 
     def run_sync(self, job: Job, build: Callable[[Any], Event[Any]]) -> None:
         """Runs a sync handler, in whatever thread this is, and completes its event in one transaction."""
-        with self._pool.connection() as conn:
+        try:
+            conn = self._pool.getconn(timeout=PATIENCE)
+        except (PoolTimeout, psycopg.Error) as error:
+            raise NotStarted("no connection for its transaction") from error
+        try:
             conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
             with conn.transaction():
                 job.handler.function(build(conn))
-                give_up_at = time.monotonic() + LOCKED_PATIENCE
+                give_up_at = time.monotonic() + PATIENCE
                 while self._is_locked(conn.execute(self._complete, _of(job)).fetchall(), give_up_at):
                     time.sleep(LOCKED_PAUSE)
+        except psycopg.Error as error:
+            if loses_connection(error):
+                conn.close()
+            raise
+        finally:
+            self._pool.putconn(conn)
 
     def _is_locked(self, answers: list[tuple[Any, ...]], give_up_at: float) -> bool:
         """False: it is completed. True: a heartbeat or an operator has the row for the moment."""
         if not answers:
             return False
         [(answer,)] = answers
-        if answer == "locked" and time.monotonic() < give_up_at:
-            return True
-        raise LeaseLost(answer)
+        if answer != "locked":
+            raise LeaseLost
+        if time.monotonic() >= give_up_at:
+            raise TimeoutError(
+                "the event's row stayed locked by somebody else; what the handler wrote is rolled back"
+            )
+        return True
 
 
 def _of(job: Job) -> tuple[Any, ...]:
