@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from typing import Any
 
@@ -147,6 +148,9 @@ def check(settings: dict[str, Any]) -> None:
 def _check_dsn(option: str, dsn: str | None) -> None:
     if dsn is None:
         return
+    if re.search("[@/]", _password_in_uri(dsn)):
+        # libpq would take a piece of the password for a host, and every log line about that would name it.
+        raise SettingsError(f"{option}: @ and / inside a password are written %40 and %2F")
     try:
         conninfo_to_dict(dsn)
     except psycopg.Error:
@@ -154,6 +158,11 @@ def _check_dsn(option: str, dsn: str | None) -> None:
         raise SettingsError(
             f"{option} is neither a libpq URI (postgresql://user@host/name) nor a conninfo string"
         ) from None
+
+
+def _password_in_uri(dsn: str) -> str:
+    authority = dsn.partition("://")[2].partition("?")[0].rpartition("@")[0]
+    return authority.partition(":")[2]
 
 
 def _run(dispatcher: Dispatcher, target: str) -> None:

@@ -365,6 +365,8 @@ def assert_complaint(answer: tuple[int, list[str]], code: int, *words: str) -> N
         (["shop", "--schema", "Bad-Name"], ["can't be the schema's name"]),
         (["shop", "--dsn", "hush hush"], ["--dsn is neither"]),
         (["shop", "--dsn", "host=x", "--listen-dsn", "hush hush"], ["--listen-dsn is neither"]),
+        (["shop", "--dsn", "postgresql://app:hush@hush@db/x"], ["--dsn: @ and /", "%40"]),
+        (["shop", "--listen-dsn", "postgresql://app:hush/hush@db/x"], ["--listen-dsn: @ and /", "%2F"]),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(shop, arguments, words):
