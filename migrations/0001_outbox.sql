@@ -207,7 +207,7 @@ comment on table pulse.dispatcher is
 
 create table pulse.sweep (
   swept_at   timestamptz not null,
-  hold_until timestamptz
+  hold_until timestamptz not null
 );
 comment on table pulse.sweep is
   'Sweeps of the watchdog, newest last; a handful of rows. Appended to, never locked, so that one stuck sweeper cannot stop the others.';
@@ -634,7 +634,9 @@ begin
                select r.event_id
                  from pulse.outbox r
                 where r.ordering_key = c.ordering_key
-                  and r.status = 'RUNNING') as running on true
+                  and r.status = 'RUNNING'
+                order by r.ordering_key
+                limit 1) as running on true      -- the limit keeps the planner from making a join of it
        where c.ctid = any (p_rows)
          and c.ordering_key is not null) as w
    where w.blocker is not null;
@@ -668,8 +670,8 @@ end
 $$;
 
 -- Locks up to p_limit due rows of one lane, from a position on, and says where they are. Of rows with a budget of one it takes
--- no more than p_slots. Rows that can't be taken now are passed over, a few batches of them at the most: what blocks a
--- key for long gets parked.
+-- no more than p_slots. Rows that can't be taken now are passed over, in ever larger strides but not for ever: what waits
+-- for its key gets parked on the way.
 create function pulse.take(
   p_topic       text,
   p_generation  bigint,
@@ -691,11 +693,13 @@ set jit = off
 set plan_cache_mode = force_generic_plan
 as $$
 declare
-  v_taken tid[] := '{}';
-  v_found tid[];
-  v_rows  tid[];
-  v_once  tid[];
-  v_keyed boolean;
+  v_taken  tid[] := '{}';
+  v_found  tid[];
+  v_rows   tid[];
+  v_once   tid[];
+  v_keyed  boolean;
+  v_wanted integer := p_limit;
+  v_stride integer := p_limit;
 begin
   for v_round in 1 .. 5 loop
     select array_agg(c.row), array_agg(c.row) filter (where c.once), bool_or(c.keyed)
@@ -714,7 +718,7 @@ begin
            and (o.next_run_at, o.seq) >= (p_next_run_at, p_seq)
            and o.next_run_at <= p_now
          order by o.topic, o.generation, o.lapses, o.priority, o.next_run_at, o.seq
-         limit p_limit - cardinality(v_taken)
+         limit v_stride
            for update skip locked) as c;
     exit when v_found is null;
 
@@ -724,12 +728,18 @@ begin
         into p_next_run_at, p_seq
         from pulse.outbox o
        where o.ctid = v_found[cardinality(v_found)];
-      v_rows := array(select r from unnest(v_rows) as r where r <> all (coalesce(v_once[p_slots + 1:], '{}')));
-      v_rows := pulse.whose_turn(v_rows, p_now);
+      if v_keyed then
+        v_rows := pulse.whose_turn(v_rows, p_now);
+      end if;
+      -- Budgets of one, as many as can start at once; and of all that, no more than is wanted.
+      v_once := array(select r from unnest(v_rows) as r where r = any (v_once));
+      v_rows := array(select r from unnest(v_rows) as r where r <> all (v_once[p_slots + 1:]) limit v_wanted);
+      p_slots := greatest(0, p_slots - cardinality(v_once));
     end if;
-    p_slots := greatest(0, p_slots - coalesce(cardinality(v_once), 0));
-    v_taken := v_taken || v_rows;
-    exit when cardinality(v_rows) = cardinality(v_found);
+    v_taken := v_taken || v_rows[:v_wanted];
+    v_wanted := p_limit - cardinality(v_taken);
+    exit when v_wanted = 0 or cardinality(v_found) < v_stride;
+    v_stride := least(2000, greatest(100, v_wanted * 4 ^ v_round));
   end loop;
   return v_taken;
 end
@@ -1126,7 +1136,7 @@ begin
   end if;
   delete from pulse.sweep s
    where s.ctid = any (array(select old.ctid from pulse.sweep old limit 100 for update skip locked));
-  insert into pulse.sweep (swept_at, hold_until) values (v_now, v_hold);
+  insert into pulse.sweep (swept_at, hold_until) values (v_now, coalesce(v_hold, v_now));
   if v_hold > v_now then
     return;
   end if;
