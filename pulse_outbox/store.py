@@ -8,6 +8,7 @@ its token, and a write finds out by itself that an earlier try of it got through
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import socket
@@ -173,7 +174,7 @@ class Link:
         # Shutting the socket down wakes the call that waits on it. Cancelling it instead would send a cancel
         # request and wait for a server that does not answer.
         shut_down(conn)
-        call.add_done_callback(_look_at_error)
+        call.add_done_callback(functools.partial(_bury, conn))
 
 
 def shut_down(conn: psycopg.AsyncConnection[Any] | psycopg.Connection[Any]) -> None:
@@ -189,9 +190,11 @@ def shut_down(conn: psycopg.AsyncConnection[Any] | psycopg.Connection[Any]) -> N
             return  # the other side was faster
 
 
-def _look_at_error(call: asyncio.Future[Any]) -> None:
+def _bury(conn: psycopg.AsyncConnection[Any], call: asyncio.Future[Any]) -> None:
+    """What is left to do when the call on a connection that was cut off has ended."""
     if not call.cancelled():
-        call.exception()  # or asyncio complains that nobody did
+        call.exception()  # or asyncio complains that nobody looked
+    conn.pgconn.finish()
 
 
 def connection_string(dsn: str, name: str, call_timeout: timedelta = CALL_TIMEOUT) -> str:
