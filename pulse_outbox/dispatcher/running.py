@@ -298,7 +298,8 @@ class Slots:
     @property
     def free(self) -> int:
         """Slots that a job given now would start in at once."""
-        return max(0, len(self._idle) - len(self._queue))
+        # Not counted by who is idle: slots that have been woken for a queued job are not idle any more.
+        return max(0, len(self._slots) - self.running - len(self._queue))
 
     @property
     def running(self) -> int:
