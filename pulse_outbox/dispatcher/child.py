@@ -55,7 +55,16 @@ def main(arguments: list[str]) -> None:
     except BaseException as error:
         link.say("broken", describe_error(error))
         raise
-    asyncio.run(Child(link, order, outbox).run())
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        running = loop.create_task(Child(link, order, outbox).run())
+        while not running.done():
+            try:
+                loop.run_until_complete(running)
+            except (SystemExit, KeyboardInterrupt):
+                if running.done():
+                    raise
+                # Out of a task that a handler has started: asyncio lets it end the loop, which goes on here.
 
 
 def _load(order: Mapping[str, Any]) -> Outbox:

@@ -80,6 +80,11 @@ class ChildProcess:
         return len(self._jobs) - len(self._started)
 
     @property
+    def transactional(self) -> int:
+        """Jobs that it has and that need a connection for their transaction."""
+        return sum(job.handler.transactional for job in self._jobs.values())
+
+    @property
     def usable(self) -> bool:
         """May be sent more."""
         return not self.retired and not self.ended.is_set()
@@ -212,6 +217,15 @@ class ChildProcess:
                 self.kill(f"the handler ran longer than {job.handler.timeout:g} s and could not be stopped")
             elif self.retired and not self._jobs:
                 await self.end()
+            elif self._some_have_expired():
+                self.give_back(None)
+
+    def _some_have_expired(self) -> bool:
+        """Somebody else may be running them by now: they must not start here."""
+        now = time.monotonic()
+        return any(
+            job.leased_until < now for number, job in self._jobs.items() if number not in self._started
+        )
 
     def _overdue(self) -> Job | None:
         now = time.monotonic()

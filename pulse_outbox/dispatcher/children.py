@@ -13,7 +13,9 @@ import logging
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import structlog
 
@@ -21,9 +23,11 @@ from pulse_outbox.dispatcher.child_process import ChildFailed, ChildProcess
 from pulse_outbox.dispatcher.intake import AHEAD
 from pulse_outbox.dispatcher.jobs import Job, Released
 from pulse_outbox.dispatcher.loops import keep_going
+from pulse_outbox.dispatcher.transactions import POOL_SIZE as TRANSACTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+    from uuid import UUID
 
     from pulse_outbox.dispatcher.jobs import InFlight, Outcome
     from pulse_outbox.dispatcher.lanes import LaneKey
@@ -106,6 +110,42 @@ class DueLanes:
             self.some.clear()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimCall:
+    """One claim, also while its answer is lost: asked again under its token it finds what it took."""
+
+    token: UUID
+    quotas: Mapping[LaneKey, int]
+    lanes: list[dict[str, Any]]
+    limit: int
+    slots: int
+    at: float
+
+
+class Crew:
+    """Those who work through one child, one after the other: its lanes and its present child."""
+
+    def __init__(self, due: DueLanes, *, concurrency: int, alone: bool) -> None:
+        self.due = due
+        self.concurrency = concurrency
+        self.alone = alone
+        self.child: ChildProcess | None = None
+        self.unanswered: ClaimCall | None = None
+        self.busy_since: float | None = None
+        self._rate = 0.0
+        self._rate_at = time.monotonic()
+        self._rate_reported = 0
+
+    def completion_rate(self, child: ChildProcess) -> float:
+        """Jobs that the child ends per second, over the last moments."""
+        now = time.monotonic()
+        if (passed := now - self._rate_at) >= 0.05:
+            fresh = max(0, child.reported - self._rate_reported) / passed
+            self._rate = fresh if fresh > self._rate else 0.7 * self._rate + 0.3 * fresh
+            self._rate_at, self._rate_reported = now, child.reported
+        return self._rate
+
+
 class ChildSuspects:
     """Runs a dispatcher's suspects in child processes of its own."""
 
@@ -131,23 +171,22 @@ class ChildSuspects:
         self._settings = settings
         self._handlers = handlers
         self._topics = sorted(handlers)
+        self._budgets = [handlers[topic].retry.max_attempts for topic in self._topics]
         self._in_flight = in_flight
         self._settler = settler
         self._deliver = deliver
         self._condition = condition
         self._tally = tally
-        self._in_company = DueLanes()
-        self._alone = DueLanes()
+        self._lapsed_once = DueLanes()
+        self._lapsed_often = DueLanes()
+        self._company = Crew(self._lapsed_once, concurrency=settings.concurrency, alone=False)
+        self._loners = [Crew(self._lapsed_often, concurrency=1, alone=True) for _ in range(ALONE_AT_ONCE)]
         self._children: set[ChildProcess] = set()
-        self._busy_since: list[float | None] = [None] * ALONE_AT_ONCE
         self._claiming = asyncio.Lock()
         self._kept: dict[str, int] = {}
         self._failures = 0
         self._not_before = 0.0
         self._closing = False
-        self._rate = 0.0
-        self._rate_at = time.monotonic()
-        self._rate_reported = 0
 
     # What the dispatcher calls
 
@@ -159,8 +198,8 @@ class ChildSuspects:
     def due(self, lanes: Sequence[LaneKey]) -> None:
         """There are some."""
         if not self._closing:
-            self._in_company.show([lane for lane in lanes if lane.lapses == 1])
-            self._alone.show([lane for lane in lanes if lane.lapses > 1])
+            self._lapsed_once.show([lane for lane in lanes if lane.lapses == 1])
+            self._lapsed_often.show([lane for lane in lanes if lane.lapses > 1])
             self._keep_places()
 
     def give_back(self, topics: Collection[str | None]) -> None:
@@ -171,15 +210,15 @@ class ChildSuspects:
 
     async def run(self) -> None:
         """Runs them for ever."""
-        loops: list[Callable[[], Any]] = [self._run_in_company]
-        loops += [functools.partial(self._run_alone, rank) for rank in range(ALONE_AT_ONCE)]
+        loops = [functools.partial(self._keep_busy, self._company)]
+        loops += [functools.partial(self._run_one_by_one, crew) for crew in self._loners]
         await asyncio.gather(*(keep_going("suspects", loop, self._condition) for loop in loops))
 
     async def close(self) -> None:
         """Gives back what has not started, lets the rest finish within the grace, and ends the children."""
         self._closing = True
-        self._in_company.show([])
-        self._alone.show([])
+        self._lapsed_once.show([])
+        self._lapsed_often.show([])
         grace_ends = time.monotonic() + self._settings.seconds("grace")
         while time.monotonic() < grace_ends and (
             self._claiming.locked() or any(child.outstanding for child in self._children)
@@ -201,117 +240,103 @@ class ChildSuspects:
 
     # Loops
 
-    async def _run_in_company(self) -> None:
+    async def _keep_busy(self, crew: Crew) -> None:
         """Keeps one child full with those that have lapsed once."""
-        child: ChildProcess | None = None
         while True:
-            if not await self._wait_for(self._in_company.some, child):
-                child = None
+            if not await self._some_for(crew):
                 continue
-            if child is None or not child.usable:
-                child = await self._new_child(self._settings.concurrency)
+            child = await self._child_of(crew)
             child.stirred.clear()
+            wanted = self._wanted(crew, child)
             free = max(0, child.concurrency - child.outstanding)
-            wanted = self._wanted(child)
-            if wanted < 1 or not await self._claim_for(child, self._in_company, wanted, free):
-                await self._room_in(child)
+            if wanted < 1 or not await self._claim_for(crew, child, wanted, free):
+                with suppress(TimeoutError):  # somebody else's job may end, and leave its handler's place
+                    async with asyncio.timeout(ROOM_PAUSE):
+                        await child.stirred.wait()
 
-    async def _run_alone(self, rank: int) -> None:
-        """One after the other, those that have lapsed more than once. Later ranks help where there is much to do."""
-        child: ChildProcess | None = None
+    async def _run_one_by_one(self, crew: Crew) -> None:
+        """Runs those that have lapsed more than once. Later crews help where there is much to do."""
         while True:
-            if not self._alone.some.is_set():
-                self._busy_since[rank] = None
-            if not await self._wait_for(self._alone.some, child):
-                child = None
+            if not crew.due.some.is_set():
+                crew.busy_since = None
+            if not await self._some_for(crew):
                 continue
-            if not self._is_needed(rank):
+            if not self._is_needed(crew):
                 await asyncio.sleep(BUSY / 4)
                 continue
-            if child is None or not child.usable:
-                # Before the claim: should this process die while it waits, nobody has spent an attempt.
-                child = await self._new_child(1)
-            if not await self._claim_for(child, self._alone, 1, 1):
+            # The child first: should this process die while it waits for one, nobody has spent an attempt.
+            child = await self._child_of(crew)
+            if not await self._claim_for(crew, child, 1, 1):
                 await asyncio.sleep(ROOM_PAUSE)
                 continue
-            self._busy_since[rank] = self._busy_since[rank] or time.monotonic()
+            crew.busy_since = crew.busy_since or time.monotonic()
             while child.outstanding:
                 child.stirred.clear()
                 await child.stirred.wait()
 
-    def _is_needed(self, rank: int) -> bool:
-        latest = time.monotonic() - BUSY
-        return all(since is not None and since < latest for since in self._busy_since[:rank])
-
-    async def _wait_for(self, some: asyncio.Event, child: ChildProcess | None) -> bool:
-        """Until there are some; False when it took so long that the child was let go."""
-        while not some.is_set():
+    async def _some_for(self, crew: Crew) -> bool:
+        """Waits for work; False when that took so long that the child was let go."""
+        while not crew.due.some.is_set() and crew.unanswered is None:
             try:
-                async with asyncio.timeout(KEEP_IDLE if child else None):
-                    await some.wait()
+                async with asyncio.timeout(KEEP_IDLE if crew.child else None):
+                    await crew.due.some.wait()
             except TimeoutError:
-                assert child is not None
-                if not child.outstanding:
+                if crew.child is not None and not crew.child.outstanding:
+                    child, crew.child = crew.child, None
                     await child.end()
                     return False
         return True
 
-    async def _room_in(self, child: ChildProcess) -> None:
-        """Until the child has made room, or somebody else may have."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(ROOM_PAUSE):
-                await child.stirred.wait()
+    def _is_needed(self, crew: Crew) -> bool:
+        latest = time.monotonic() - BUSY
+        before = self._loners[: self._loners.index(crew)]
+        return crew.unanswered is not None or all(
+            other.busy_since is not None and other.busy_since < latest for other in before
+        )
 
-    def _wanted(self, child: ChildProcess) -> int:
+    def _wanted(self, crew: Crew, child: ChildProcess) -> int:
         """How many more the child should have: enough for its slots, and a moment's work beyond."""
         if len(self._settler) >= 4 * self._settings.batch:
             return 0  # the database does not take results: do not add to them
-        ahead = min(self._settings.batch, int(self._completion_rate(child) * AHEAD))
+        ahead = min(self._settings.batch, int(crew.completion_rate(child) * AHEAD))
         if child.outstanding > child.concurrency + ahead // 2:
             return 0
         return min(self._settings.batch, child.concurrency + ahead - child.outstanding)
 
-    def _completion_rate(self, child: ChildProcess) -> float:
-        """Jobs that the child ends per second, over the last moments."""
-        now = time.monotonic()
-        if (passed := now - self._rate_at) >= 0.05:
-            fresh = max(0, child.reported - self._rate_reported) / passed
-            self._rate = fresh if fresh > self._rate else 0.7 * self._rate + 0.3 * fresh
-            self._rate_at, self._rate_reported = now, child.reported
-        return self._rate
-
     # Children
 
-    async def _new_child(self, concurrency: int) -> ChildProcess:
-        """A child that has loaded the application, however many tries and however much time that takes."""
-        while True:
+    async def _child_of(self, crew: Crew) -> ChildProcess:
+        """Its child, or a new one, however many tries and however much time that takes."""
+        while crew.child is None or not crew.child.usable:
             await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
-            if len(self._children) >= MOST_CHILDREN:
+            if len(self._children) >= MOST_CHILDREN or self._closing:
                 await asyncio.sleep(BUSY)
                 continue
             child = ChildProcess(
-                deliver=self._deliver, concurrency=concurrency, lease=self._settings.seconds("lease")
+                deliver=self._deliver, concurrency=crew.concurrency, lease=self._settings.seconds("lease")
             )
             self._children.add(child)
+            child.seeing_off = asyncio.create_task(self._see_off(child))
             try:
-                await child.start(
-                    {
-                        "target": self._target,
-                        "dsn": self._dsn,
-                        "schema": self._schema,
-                        "concurrency": concurrency,
-                        "lease": self._settings.seconds("lease"),
-                        "path": sys.path,
-                        "log_level": _log_level(),
-                    }
-                )
+                await child.start(self._order(crew))
             except ChildFailed as error:
                 self._failed_to_start(str(error))
                 continue
-            finally:
-                child.seeing_off = asyncio.create_task(self._see_off(child))
-            log.info("outbox.child_started", pid=child.pid, concurrency=concurrency)
-            return child
+            crew.child = child
+            log.info("outbox.child_started", pid=child.pid, concurrency=crew.concurrency)
+        return crew.child
+
+    def _order(self, crew: Crew) -> dict[str, object]:
+        """What a child has to know. It goes through the socket: arguments and environment can be seen by others."""
+        return {
+            "target": self._target,
+            "dsn": self._dsn,
+            "schema": self._schema,
+            "concurrency": crew.concurrency,
+            "lease": self._settings.seconds("lease"),
+            "path": sys.path,
+            "log_level": _log_level(),
+        }
 
     def _failed_to_start(self, why: str) -> None:
         pause = min(PAUSE_AFTER_FAILURE * 2**self._failures, PAUSE_AFTER_FAILURE_MAX)
@@ -325,59 +350,84 @@ class ChildSuspects:
         self._children.discard(child)
         if child.burdened:
             self._failures = 0
-        elif not child.retired:
+        elif not child.retired and child.topics:
             self._failed_to_start("it died before it had started anything")
 
     # Claims
 
-    async def _claim_for(self, child: ChildProcess, due: DueLanes, limit: int, free: int) -> bool:
+    async def _claim_for(self, crew: Crew, child: ChildProcess, limit: int, free: int) -> bool:
         """Claims and sends; False when there was no room, or nothing more to be had."""
         async with self._claiming:
-            quotas = due.ask(limit, lambda topic: self._room_of(topic, child, limit))
-            if not quotas or not child.usable:
+            fresh = crew.unanswered is None
+            call = crew.unanswered or self._next_claim(crew, child, limit, free)
+            if call is None or not child.usable:
                 return False
-            claimed_at = time.monotonic()
+            crew.unanswered = call
             # Others are claimed beside these, and share the limits of handlers.
-            with self._in_flight.reserving((key.topic, quota) for key, quota in quotas.items()):
+            with self._in_flight.reserving((key.topic, quota) for key, quota in call.quotas.items()):
                 claims = await self._store.claim(
-                    limit=limit,
+                    limit=call.limit,
                     topics=self._topics,
                     worker=self._settings.worker,
                     lease=self._settings.lease_time,
-                    budgets=[self._handlers[topic].retry.max_attempts for topic in self._topics],
-                    slots=free,
-                    lanes=due.as_asked(quotas),
-                    alone=due is self._alone,
+                    budgets=self._budgets,
+                    slots=call.slots,
+                    lanes=call.lanes,
+                    alone=crew.alone,
+                    token=call.token,
+                    fresh=fresh,
                 )
+            crew.unanswered = None
             self._condition.is_well("suspects")
-            due.note(quotas, limit, claims)
-            self._tally.claimed += len(claims)
-            jobs = [Job(claim, self._handlers[claim.topic], claimed_at) for claim in claims]
-            for job in jobs:
-                self._in_flight.add(job)
+            crew.due.note(call.quotas, call.limit, claims)
+            self._take_in(claims, call.at, child)
             self._keep_places()
-            if self._closing:
-                for job in jobs:
-                    job.stage = "finished"
-                    self._deliver(Released(job))
-                return False
+            return bool(claims)
+
+    def _next_claim(self, crew: Crew, child: ChildProcess, limit: int, free: int) -> ClaimCall | None:
+        quotas = crew.due.ask(limit, lambda topic: self._room_of(topic, child, limit))
+        if not quotas:
+            return None
+        return ClaimCall(
+            token=uuid4(),
+            quotas=quotas,
+            lanes=crew.due.as_asked(quotas),
+            limit=limit,
+            slots=free,
+            at=time.monotonic(),
+        )
+
+    def _take_in(self, claims: Sequence[Claim], claimed_at: float, child: ChildProcess) -> None:
+        self._tally.claimed += len(claims)
+        lease = self._settings.seconds("lease")
+        jobs = [Job(claim, self._handlers[claim.topic], claimed_at, lease) for claim in claims]
+        for job in jobs:
+            self._in_flight.add(job)
+        if self._closing:
+            for job in jobs:
+                job.stage = "finished"
+                self._deliver(Released(job))
+        else:
             child.run(jobs)
-            return bool(jobs)
 
     def _room_of(self, topic: str, child: ChildProcess, limit: int) -> int:
+        """How many more of a topic could run in a child."""
         if topic not in child.topics:
             return 0  # the files have changed since this process loaded them
-        most = self._handlers[topic].concurrency
-        if most is None:
-            return limit
-        return most - (self._in_flight.of_topic(topic) - self._kept.get(topic, 0))
+        handler = self._handlers[topic]
+        room = limit
+        if handler.concurrency is not None:
+            room = handler.concurrency - (self._in_flight.of_topic(topic) - self._kept.get(topic, 0))
+        if handler.transactional:
+            room = min(room, TRANSACTIONS - child.transactional)
+        return room
 
     def _keep_places(self) -> None:
         """While suspects of a handler with a limit are due, half of its places are theirs: or they might get none."""
         for topic, places in self._kept.items():
             self._in_flight.reserve(topic, -places)
         self._kept = {}
-        for topic in self._in_company.topics | self._alone.topics:
+        for topic in self._lapsed_once.topics | self._lapsed_often.topics:
             most = self._handlers[topic].concurrency
             if most is not None:
                 self._kept[topic] = (most + 1) // 2

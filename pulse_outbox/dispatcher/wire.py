@@ -75,7 +75,7 @@ def encode_outcome(number: int, outcome: Outcome) -> bytes:
         case Completed():
             return b'["completed",%d]\n' % number
         case Over():
-            return b'["over",%d]\n' % number
+            return encode("over", number, outcome.lost)
         case Released():
             return b'["returned",%d]\n' % number
         case Failed():
@@ -98,8 +98,8 @@ def decode_outcome(kind: str, job: Job, rest: Sequence[Any]) -> Outcome:
     match kind, rest:
         case "completed", []:
             return Completed(job)
-        case "over", []:
-            return Over(job)
+        case "over", [lost]:
+            return Over(job, lost=lost)
         case "returned", []:
             return Released(job)
         case "failed", [error, failure, delay, terminal]:
