@@ -91,6 +91,15 @@ def children_of(command: Command) -> list[psutil.Process]:
     return psutil.Process(command.process.pid).children()
 
 
+SLOW = "(payload ->> 'seconds')::real > 100"
+
+
+def enqueue_more_than_fits(rows: Rows) -> None:
+    """Two will run and eight will wait in the child: it works so quickly that more is claimed ahead for it."""
+    rows.enqueue("innocent", lapses=1, number=400, priority=9)
+    rows.enqueue("innocent", {"seconds": 600}, lapses=1, number=10)
+
+
 # What one lapse and two mean
 
 
@@ -217,6 +226,36 @@ def test_death_is_reported_at_once(start, rows):
 
     rows.until("topic = 'poison' and status = 'DEAD_LETTERED'", 1, within=15)
     rows.until("topic = 'innocent' and status = 'COMPLETED'", 1)
+
+
+def test_only_what_had_started_has_lapsed(start, rows):
+    """Whoever waited in the child for his turn is as innocent as before."""
+    enqueue_more_than_fits(rows)
+    command = start(concurrency=2)
+    rows.until(f"{SLOW} and status = 'RUNNING'", 10)
+    [child] = children_of(command)
+    rows.conn.execute("select pulse.outbox_pause('innocent', 'so that they stay where they are', 'me')")
+    child.kill()
+    rows.until("status = 'RUNNING'", 0)
+
+    assert rows.count(f"{SLOW} and lapses = 1 and attempts = 0 and last_error is null") == 8
+    assert rows.count(f"{SLOW} and lapses = 2 and attempts = 0 and last_error like '%SIGKILL%'") == 2
+
+
+def test_lost_connection_costs_nobody_an_attempt(start, rows):
+    """A claim whose answer was lost is asked again; the child stays the same."""
+    rows.enqueue("innocent", {"seconds": 0.01}, lapses=2, number=100)
+    command = start()
+    command.wait_for("outbox.child_started")
+    for number in (10, 30, 50, 70, 90):
+        wait_until(lambda number=number: rows.count("status = 'COMPLETED'") >= number)
+        rows.conn.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'pulse-outbox suspects'"
+        )
+    rows.until("status = 'COMPLETED'", 100)
+
+    assert rows.count("attempts = 1 and lapses = 2") == 100
+    assert not command.logged("outbox.child_died")
 
 
 def test_death_is_noticed_although_the_socket_stays_open(start, rows):
@@ -398,15 +437,6 @@ def test_sigterm_lets_suspects_finish(start, rows):
     assert command.ended() == 0
     assert rows.count("status = 'COMPLETED' and attempts = 1") == 2
     assert not psutil.wait_procs(children, timeout=1)[1]
-
-
-SLOW = "(payload ->> 'seconds')::real > 100"
-
-
-def enqueue_more_than_fits(rows: Rows) -> None:
-    """Two will run and eight will wait in the child: it works so quickly that more is claimed ahead for it."""
-    rows.enqueue("innocent", lapses=1, number=400, priority=9)
-    rows.enqueue("innocent", {"seconds": 600}, lapses=1, number=10)
 
 
 def test_sigterm_takes_no_longer_than_the_grace(start, rows):
