@@ -1,0 +1,104 @@
+"""Faults put into the SQL on purpose: the machine must find each of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+FUNCTIONS_BEGIN = "create function pulse.lock_claimed("
+
+# Remembers the attempts that each claim began with, for a fence that compares those.
+ATTEMPTS_OF_A_CLAIM = """
+create table pulse.claimed_attempts (event_id uuid, token uuid, attempts integer, primary key (event_id, token));
+create function pulse.remember_attempts() returns trigger language plpgsql security definer as $$
+begin
+  insert into pulse.claimed_attempts values (new.event_id, new.claim_token, new.attempts)
+    on conflict (event_id, token) do update set attempts = excluded.attempts;
+  return null;
+end
+$$;
+create trigger remember after update on pulse.outbox for each row
+  when (new.status = 'RUNNING' and old.status <> 'RUNNING') execute function pulse.remember_attempts();
+"""
+SAME_ATTEMPTS = """
+o.attempts = (select m.attempts from pulse.claimed_attempts m where m.event_id = c.event_id and m.token = c.token)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """Replacements in the text of the migration, within the functions that are named."""
+
+    changes: tuple[tuple[str, str, str], ...]  # function, what it says, what it says now
+    before: str = ""  # added where the functions begin
+
+    def apply(self, text: str) -> str:
+        for function, old, new in self.changes:
+            body = re.search(rf"create function pulse\.{function}\(.*?\n\$\$;", text, re.DOTALL)
+            assert body, f"there is no function {function}"
+            changed = body[0].replace(old, new)
+            assert changed != body[0], f"{function} does not say: {old}"
+            text = text.replace(body[0], changed)
+        return text.replace(FUNCTIONS_BEGIN, self.before + FUNCTIONS_BEGIN)
+
+
+HEAD_OF_THE_DEAD = "(h.status = 'DEAD_LETTERED' and h.holds_key)"
+
+MUTANTS = {
+    "no fence": Mutant(
+        changes=(
+            ("lock_claimed", "o.claim_token = c.token", "true"),
+            ("answers", "when o.claim_token is distinct from c.token then 'lost'", ""),
+        )
+    ),
+    "attempts as the fence": Mutant(
+        changes=(
+            ("lock_claimed", "o.claim_token = c.token", SAME_ATTEMPTS),
+            ("answers", "o.claim_token is distinct from c.token", f"not coalesce({SAME_ATTEMPTS}, false)"),
+        ),
+        before=ATTEMPTS_OF_A_CLAIM,
+    ),
+    "claim is not idempotent": Mutant(
+        changes=(("outbox_claim", "if not p_fresh and exists", "if false and exists"),)
+    ),
+    "reap keeps the token": Mutant(
+        changes=(("record_failure", "case when not p_reaped then o.claim_token end", "o.claim_token"),)
+    ),
+    "claim takes too many": Mutant(
+        changes=(
+            ("take", "limit v_stride", "limit null"),
+            ("take", "v_rows[:v_wanted]", "v_rows"),
+            ("take", " limit v_wanted)", ")"),
+        )
+    ),
+    "no refund for a lapse in company": Mutant(
+        changes=(("record_failure", "not o.alone and o.max_attempts > 1", "false"),)
+    ),
+    "a lapse alone is refunded": Mutant(
+        changes=(("record_failure", "not o.alone and o.max_attempts > 1", "true"),)
+    ),
+    "the dead hold no key": Mutant(
+        changes=(("unpark", HEAD_OF_THE_DEAD, "false"), ("whose_turn", HEAD_OF_THE_DEAD, "false"))
+    ),
+    "keys run in any order": Mutant(
+        changes=(("take", "v_rows := pulse.whose_turn(v_rows, p_now)", "v_rows := v_rows"),)
+    ),
+    "the watchdog does not hold off": Mutant(
+        changes=(("outbox_reap", "if v_hold > v_now then", "if false then"),)
+    ),
+    "pauses are ignored": Mutant(
+        changes=(("paused_topics", "from pulse.pause p", "from pulse.pause p where false"),)
+    ),
+    "retries come back too early": Mutant(
+        changes=(
+            ("take", "and o.next_run_at <= p_now", ""),
+            ("outbox_claim", "where l.next_run_at <= v_now", ""),
+        )
+    ),
+    "release keeps the attempt": Mutant(changes=(("outbox_release", "o.attempts - 1", "o.attempts"),)),
+    "replay of what is not dead": Mutant(
+        changes=(("outbox_replay", "'{DEAD_LETTERED}'", "'{DEAD_LETTERED, COMPLETED}'"),)
+    ),
+    "the end of a turn unparks nobody": Mutant(
+        changes=(("outbox_complete", "perform pulse.unpark(v_keys, v_now)", "null"),)
+    ),
+}
