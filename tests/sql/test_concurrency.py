@@ -15,6 +15,9 @@ def test_eight_sessions_at_random(dsn):
     assert min(len(ledger.enqueued), len(ledger.claimed), len(ledger.settled)) > 200
     assert ledger.calls["reap"] > 10
     assert ledger.calls["replay"] > 10
+    assert sum(count for answer, count in ledger.answers.items() if answer.endswith("lost")) > 0, (
+        "nothing was reaped"
+    )
 
 
 def held(seq: int, since: float) -> Held:

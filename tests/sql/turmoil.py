@@ -20,7 +20,7 @@ import psycopg
 from psycopg.types.json import Jsonb
 
 TOPICS = ["a", "b", "c"]
-LEASE = 0.5
+LEASE = 0.2  # short enough to lapse now and then
 UNFINISHED = "status not in ('COMPLETED', 'DISCARDED')"
 
 
