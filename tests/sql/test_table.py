@@ -58,22 +58,22 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize("columns", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
-def test_impossible_row_is_refused(shared, columns):
+def test_impossible_row_is_refused(outbox, columns):
     """By insert and by update alike."""
-    event_id = shared.enqueue()
+    event_id = outbox.enqueue()
     changes = sql.SQL(", ").join(
         sql.SQL("{} = {}").format(sql.Identifier(name), sql.Placeholder()) for name in columns
     )
     with pytest.raises((psycopg.IntegrityError, psycopg.DataError)):
-        shared.insert(**columns)
+        outbox.insert(**columns)
     with pytest.raises((psycopg.IntegrityError, psycopg.DataError)):
-        shared.conn.execute(
+        outbox.conn.execute(
             sql.SQL("update pulse.outbox set {} where event_id = {}").format(changes, sql.Placeholder()),
             [*columns.values(), event_id],
         )
 
 
-def test_possible_rows_are_accepted(shared):
+def test_possible_rows_are_accepted(outbox):
     """The control: the same ways of writing, with nothing wrong."""
     for columns in (
         {},
@@ -83,9 +83,9 @@ def test_possible_rows_are_accepted(shared):
         {"parked": True, "ordering_key": "k"},
         {"priority": 9, "topic": "x" * 200, "last_error": "x" * 8192},
     ):
-        shared.insert(**columns)
+        outbox.insert(**columns)
 
 
-def test_order_of_insertion_is_the_databases(shared):
+def test_order_of_insertion_is_the_databases(outbox):
     with pytest.raises(psycopg.errors.GeneratedAlways):
-        shared.insert(seq=1)
+        outbox.insert(seq=1)
