@@ -41,7 +41,8 @@
 --   p_now is null in production: the database's clock rules. Tests pass a time of their own.
 --
 --   Functions run with their owner's rights and a search_path of their own; the grants at the end say who may call what.
---   The planner's choices are pinned inside them: statistics of a queue are wrong most of the time.
+--   The planner's choices are pinned inside them: statistics of a queue are wrong most of the time. That makes costs look
+--   immense, so just-in-time compilation is off: it would take 40 ms before the first row.
 
 -- Not `if not exists`: that needs the right to create schemas even where an administrator has made this one.
 do $$
@@ -266,6 +267,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
   v_now      timestamptz := coalesce(p_now, clock_timestamp());
@@ -391,6 +393,7 @@ set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_hashjoin = off
 set enable_mergejoin = off
+set jit = off
 as $$
   select c.event_id, a.answer
     from unnest(p_event_ids, p_tokens) as c (event_id, token)
@@ -1260,6 +1263,7 @@ create function pulse.hold_event(p_event_id uuid, p_statuses pulse.status[], p_v
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
+set jit = off
 as $$
 declare
   v_status  pulse.status;
@@ -1308,6 +1312,7 @@ returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
+set jit = off
 as $$
 #variable_conflict use_column
 declare
@@ -1357,6 +1362,7 @@ returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
+set jit = off
 as $$
 #variable_conflict use_column
 declare
