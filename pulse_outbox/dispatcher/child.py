@@ -223,7 +223,6 @@ class Child:
         """Half of the slots are lost to handlers that can't be stopped: the parent will end this process."""
         if not self._exhausted:
             self._exhausted = True
-            self._give_back(None)
             self._link.say("exhausted", why)
 
     def _loop_lives(self) -> None:
@@ -264,7 +263,7 @@ class Child:
                 case ["end"]:
                     loop.call_soon_threadsafe(self._enough.set)
         if self._exhausted or self._stalled:
-            self._give_back(None)
+            self._give_back(None)  # looked at with every tick: what waits here could wait for ever
         return jobs
 
     def _give_back(self, topics: list[str] | None) -> None:
@@ -277,7 +276,6 @@ class Child:
     def _show_life(self, still_for: float) -> None:
         if still_for > self._lease and not self._stalled:
             self._stalled = True
-            self._give_back(None)
             self._link.say("stalled", still_for)
         self._link.say("alive", still_for)
 
