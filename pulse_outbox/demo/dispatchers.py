@@ -101,7 +101,7 @@ class Dispatchers:
                 if isinstance(said, dict):
                     self.lines.put(said)
                 else:
-                    self.last_words = line.decode(errors="replace").strip()
+                    self.last_words = line.decode(errors="replace").strip().removeprefix("pulse-outbox: ")
 
     def _environment(self) -> dict[str, str]:
         # Neither the user's settings nor the user's Sentry have anything to do with this.

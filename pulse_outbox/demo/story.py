@@ -301,7 +301,8 @@ class Story:
         if self._reaped:
             reaped, self._reaped = self._reaped, []
             self._tell(
-                "↻", f"{count(reaped, 'lease')} of the dead dispatcher lapsed: all come back, as suspects"
+                "↻",
+                f"{count(reaped, 'lease')} of the dead dispatcher lapsed; the events come back as suspects",
             )
 
     def _hear(self, line: LogLine) -> None:
