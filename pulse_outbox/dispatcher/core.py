@@ -34,7 +34,7 @@ from pulse_outbox.events import as_timedelta
 from pulse_outbox.store import CALL_TIMEOUT, Link, Store
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection
+    from collections.abc import Awaitable, Callable, Collection, Coroutine
     from datetime import timedelta
 
     from pulse_outbox.dispatcher.jobs import Job, Outcome
@@ -49,6 +49,10 @@ FINAL_WRITES = 5.0
 SUMMARY_INTERVAL = 60.0
 LEAKED_PATIENCE = 1.0
 PAUSE_CHECK = 1.0
+
+
+class _StoppedEarly(Exception):
+    """Told to stop before it had started."""
 
 
 class Dispatcher:
@@ -103,17 +107,13 @@ class Dispatcher:
 
     async def run_async(self) -> None:
         """Runs until `stop` is called; inside a loop of the application's own."""
+        # In one task from beginning to end: what a lifespan opens may insist on being closed where it was opened.
         async with AsyncExitStack() as stack:
-            stopping = asyncio.create_task(self._stopping.wait())
-            opening = asyncio.create_task(self._open(stack))
-            stack.callback(stopping.cancel)
-            await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not opening.done():  # told to stop while the database keeps it waiting
-                opening.cancel()
-                await asyncio.wait({opening})
+            try:
+                await self._open(stack)
+            except _StoppedEarly:
                 return
-            opening.result()
-            await stopping
+            await self._stopping.wait()
             await self._drain()
 
     def stop(self, why: str = "asked to") -> None:
@@ -138,6 +138,18 @@ class Dispatcher:
             # What can't be stopped would keep the interpreter from ending.
             self._end_process(1)
 
+    async def _unless_stopped(self, call: Coroutine[Any, Any, None]) -> None:
+        """Awaits a storage call of the start; a stop does not wait for a database that does not answer."""
+        calling = asyncio.create_task(call)
+        stopping = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({calling, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not calling.done():
+            calling.cancel()
+            await asyncio.wait({calling})
+            raise _StoppedEarly
+        calling.result()
+
     def _end_process(self, code: int) -> NoReturn:
         with suppress(Exception):
             sys.stdout.flush()
@@ -148,7 +160,7 @@ class Dispatcher:
         """Starts everything; what was started is ended by *stack*, last first."""
         settings = self.settings
         care_store = await self._open_store("care", stack)
-        await care_store.require_supported()
+        await self._unless_stopped(care_store.require_supported())
         transactions = await self._open_transactions(stack)
         resources = await stack.enter_async_context(self.outbox.open_resources())
         self._sentry = sentry.connect()  # after the lifespan, which may have initialised it
@@ -197,7 +209,7 @@ class Dispatcher:
             lost=self._lost,
             health=Health(live=self._is_live, ready=self._is_ready, facts=self._facts),
         )
-        await self._say_alive(care_store)
+        await self._unless_stopped(self._say_alive(care_store))
         stack.push_async_callback(self._say_gone, care_store)
         await heart.start()
         stack.push_async_callback(heart.stop)
@@ -223,6 +235,7 @@ class Dispatcher:
         loops: dict[str, Callable[[], Awaitable[None]]] = {
             "claim": self._intake.run,
             "settle": self._settler.run,
+            "shed": self._intake.shed,
             "suspects": self._suspects.run,
             "watchdog": lambda: care.watchdog(care_store, settings),
             "heal": lambda: care.heal(care_store),

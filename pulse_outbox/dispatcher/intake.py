@@ -31,6 +31,8 @@ log = structlog.get_logger("pulse_outbox")
 
 AHEAD = 0.1
 """How much work may wait in memory, in seconds of what is being completed at present."""
+LONGEST_WAIT = 0.3
+"""After so long in memory, what exceeds AHEAD goes back, in seconds."""
 LISTING_INTERVAL = 1.0
 """The lanes are listed at least this often under load, in seconds, and more often where that is cheap …"""
 LISTING_INTERVAL_MIN = 0.05
@@ -139,6 +141,15 @@ class Intake:
                 self._unanswered = await self._next_claim()
             if self._unanswered is not None:
                 await self._claim(self._unanswered, fresh=fresh)
+
+    async def shed(self) -> None:
+        """Gives back what was claimed for quick jobs and waits behind slow ones: others may have room for it."""
+        while True:
+            await asyncio.sleep(AHEAD)
+            rate = self._completion_rate()
+            if self._slots.oldest_wait() > LONGEST_WAIT:
+                for job in self._slots.take_back_beyond(int(rate * AHEAD)):
+                    self._settler.add(Released(job))
 
     async def _next_claim(self) -> _ClaimCall | None:
         """What to claim next; None after a rest."""

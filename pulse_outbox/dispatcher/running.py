@@ -327,6 +327,15 @@ class Slots:
         self._queue = deque(job for job in self._queue if job.stage == "waiting")
         return taken
 
+    def oldest_wait(self) -> float:
+        """How long the job that is next has been waiting, in seconds; 0 when none does."""
+        return time.monotonic() - self._queue[0].claimed_at if self._queue and not self._idle else 0.0
+
+    def take_back_beyond(self, keep: int) -> list[Job]:
+        """Takes all but the first *keep* jobs that have not started out of the queue."""
+        beyond = set(list(self._queue)[keep:])
+        return self.take_back(lambda job: job in beyond)
+
     async def close(self) -> None:
         """Cancels what still runs and waits a moment for it; a handler that ignores that is left behind."""
         self._closing = True

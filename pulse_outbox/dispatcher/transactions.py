@@ -23,6 +23,7 @@ POOL_SIZE = 10
 PATIENCE = 5.0
 """How long to wait for a connection, or for a row that somebody else has locked, in seconds."""
 LOCKED_PAUSE = 0.05
+_IS_READ_ONLY = "select current_setting('transaction_read_only')"
 
 
 class NotStarted(Exception):
@@ -50,11 +51,10 @@ class Transactions:
         self._complete = sql.SQL("select answer from {}(array[%s]::uuid[], array[%s]::uuid[], %s)").format(
             sql.Identifier(schema, "outbox_complete")
         )
-        # Looked at before it is lent: a connection that died in the pool would cost a handler its attempt.
-        self._async_pool = AsyncConnectionPool(
-            conninfo, check=AsyncConnectionPool.check_connection, **options
-        )
-        self._pool = ConnectionPool(conninfo, check=ConnectionPool.check_connection, **options)
+        # Looked at before it is lent: a connection that died in the pool, or that leads to a server which is
+        # read-only since a failover, would cost a handler its attempt.
+        self._async_pool = AsyncConnectionPool(conninfo, check=_check_async, **options)
+        self._pool = ConnectionPool(conninfo, check=_check, **options)
 
     async def open(self) -> None:
         """Makes the pools ready; connections are opened when the first handler needs one."""
@@ -120,6 +120,23 @@ class Transactions:
                 "the event's row stayed locked by somebody else; what the handler wrote is rolled back"
             )
         return True
+
+
+async def _check_async(conn: psycopg.AsyncConnection[Any]) -> None:
+    await conn.set_autocommit(True)
+    _is_writable(await (await conn.execute(_IS_READ_ONLY)).fetchone())
+    await conn.set_autocommit(False)
+
+
+def _check(conn: psycopg.Connection[Any]) -> None:
+    conn.autocommit = True
+    _is_writable(conn.execute(_IS_READ_ONLY).fetchone())
+    conn.autocommit = False
+
+
+def _is_writable(answer: tuple[Any, ...] | None) -> None:
+    if answer != ("off",):
+        raise psycopg.OperationalError("the server is read-only")
 
 
 def _of(job: Job) -> tuple[Any, ...]:
