@@ -172,6 +172,21 @@ def test_twenty_replays_at_once_make_one_entry(outbox, session):
     assert len(outbox.row(event_id)["failure_history"]) == 1
 
 
+def test_repeated_request_changes_nothing(outbox):
+    """The answer to a replay or discard was lost: sent again under the same id it is silent, under another refused."""
+    event_id, request = outbox.dead(), uuid.uuid4()
+    for _ in range(2):
+        outbox.call("outbox_replay", event_id, 0, "ada", p_request=request)
+        assert len(outbox.row(event_id)["failure_history"]) == 1
+    assert refusal(outbox.call, "outbox_replay", event_id, 0, "ada", p_request=uuid.uuid4()) == "PO002"
+
+    discarding = uuid.uuid4()
+    for _ in range(2):
+        outbox.call("outbox_discard", event_id, "why", "ada", p_request=discarding)
+        assert len(outbox.row(event_id)["failure_history"]) == 2
+    assert refusal(outbox.call, "outbox_discard", event_id, "why", "ada") == "PO002"
+
+
 def test_replay_killed_half_way_is_nothing(outbox, session):
     """The backend dies after the update and before the commit."""
     event_id = outbox.dead()
