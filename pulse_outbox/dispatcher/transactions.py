@@ -124,19 +124,18 @@ class Transactions:
 
 async def _check_async(conn: psycopg.AsyncConnection[Any]) -> None:
     await conn.set_autocommit(True)
-    _is_writable(await (await conn.execute(_IS_READ_ONLY)).fetchone())
+    if await (await conn.execute(_IS_READ_ONLY)).fetchone() != ("off",):
+        await conn.close()  # or the pool would keep it
+        raise psycopg.OperationalError("the server is read-only")
     await conn.set_autocommit(False)
 
 
 def _check(conn: psycopg.Connection[Any]) -> None:
     conn.autocommit = True
-    _is_writable(conn.execute(_IS_READ_ONLY).fetchone())
-    conn.autocommit = False
-
-
-def _is_writable(answer: tuple[Any, ...] | None) -> None:
-    if answer != ("off",):
+    if conn.execute(_IS_READ_ONLY).fetchone() != ("off",):
+        conn.close()
         raise psycopg.OperationalError("the server is read-only")
+    conn.autocommit = False
 
 
 def _of(job: Job) -> tuple[Any, ...]:
