@@ -1,0 +1,272 @@
+"""Leases: kept while the process lives, whatever its loop does; worthless once somebody else has them."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+import time
+
+from pulse_outbox import Event, NewEvent, Outbox, RetryPolicy
+from tests.support.dispatching import Table, dispatching
+from tests.support.proxy import proxied
+from tests.support.waiting import wait_until, wait_until_async
+
+TAKEN_AWAY = """
+update pulse.outbox
+   set status = 'PENDING', lease_until = null, locked_by = null, claim_token = null, next_run_at = clock_timestamp()
+ where event_id = %s
+"""
+
+
+async def test_an_async_handler_may_block_the_loop_for_three_leases(dsn, outbox: Outbox, table: Table):
+    """FAULTS 23: one run, the lease kept by the heart's own thread, although another dispatcher is watching."""
+    runs = []
+
+    @outbox.handler("blocks")
+    async def blocks(event: Event) -> None:
+        runs.append(event.attempt)
+        time.sleep(4.5)
+
+    other = Outbox()
+    other.handler("blocks")(lambda event: runs.append(event.attempt))
+    event_id = await table.enqueue(outbox, "blocks")
+    async with dispatching(outbox, dsn):
+        with _Elsewhere(other, dsn):
+            row = await table.until_status(event_id, "COMPLETED")
+
+    assert runs == [1]
+    assert (row.attempts, row.lapses, row.lease_seq) == (1, 0, 1)
+
+
+async def test_a_sync_handler_may_sleep_in_c_for_three_leases(dsn, outbox: Outbox, table: Table):
+    runs = []
+
+    @outbox.handler("sleeps")
+    def sleeps(event: Event) -> None:
+        runs.append(event.attempt)
+        ctypes.CDLL(None).usleep(4_500_000)
+
+    event_id = await table.enqueue(outbox, "sleeps")
+    async with dispatching(outbox, dsn), dispatching(outbox, dsn):
+        row = await table.until_status(event_id, "COMPLETED")
+
+    assert runs == [1]
+    assert (row.attempts, row.lapses, row.lease_seq) == (1, 0, 1)
+
+
+async def test_a_deadlocked_loop_gives_back_what_has_not_started(dsn, outbox: Outbox, table: Table):
+    """And the loop, once it wakes, does not start what is no longer its own."""
+    runs: list[str] = []
+    elsewhere: list[str] = []
+    gate = threading.Event()
+
+    @outbox.handler("job")
+    async def job(event: Event[dict]) -> None:
+        runs.append(event.payload["name"])
+        if event.payload["name"] == "blocker":
+            gate.wait(20)
+
+    other = Outbox()
+    other.handler("job")(lambda event: elsewhere.append(event.payload["name"]))
+
+    async with dispatching(outbox, dsn, concurrency=1) as dispatcher:
+        # So many quick jobs that the dispatcher claims ahead, then one that blocks in the midst of them.
+        events = [NewEvent("job", {"name": str(number)}) for number in range(400)]
+        events.insert(200, NewEvent("job", {"name": "blocker"}))
+        await table.enqueue_many(outbox, events)
+        watcher = _Watcher(dsn)
+        blocked = asyncio.get_running_loop().run_in_executor(None, watcher.until_released, gate)
+        released = await blocked
+        with _Elsewhere(other, dsn):
+            await table.until("status = 'COMPLETED'", 401)
+
+    assert released, "control: something had been claimed ahead of the blocker"
+    assert runs.count("blocker") == 1
+    both = runs + elsewhere
+    assert sorted(both) == sorted(event.payload["name"] for event in events)  # type: ignore[index]
+    assert await table.count("attempts <> 1 or lapses <> 0") == 0
+    assert len(dispatcher._in_flight) == 0
+
+
+class _Watcher:
+    """Looks at the table from a thread, while the test's own loop stands still."""
+
+    def __init__(self, dsn: str) -> None:
+        import psycopg
+
+        self._conn = psycopg.connect(dsn, autocommit=True)
+
+    def until_released(self, gate: threading.Event) -> int:
+        """Opens the gate when something was given back; how many."""
+        try:
+
+            def released() -> int:
+                [(count,)] = self._conn.execute(
+                    "select count(*) from pulse.outbox where status = 'PENDING' and lease_seq = 1 and attempts = 0"
+                ).fetchall()
+                return int(count)
+
+            return wait_until(released, within=15)
+        finally:
+            gate.set()
+            self._conn.close()
+
+
+class _Elsewhere:
+    """A dispatcher in a thread and a loop of its own, as if it were another process."""
+
+    def __init__(self, outbox: Outbox, dsn: str) -> None:
+        self._outbox, self._dsn = outbox, dsn
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    async def _run(self) -> None:
+        async with dispatching(self._outbox, self._dsn):
+            await asyncio.to_thread(self._stop.wait)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join(20)
+
+
+async def test_an_old_run_cannot_settle_or_extend_a_new_claim(dsn, outbox: Outbox, table: Table):
+    """FAULTS 6: the same process claims its own job again while the old run goes on."""
+    runs: list[int] = []
+    gates = [asyncio.Event(), asyncio.Event()]
+
+    @outbox.handler("job", retry=RetryPolicy(max_attempts=9))
+    async def job(event: Event) -> None:
+        runs.append(event.lease_seq)
+        await gates[event.lease_seq - 1].wait()
+
+    event_id = await table.enqueue(outbox, "job")
+
+    async def started(number: int) -> None:
+        async def reached() -> bool:
+            return len(runs) == number
+
+        await wait_until_async(reached)
+
+    async with dispatching(outbox, dsn) as dispatcher:
+        await started(1)
+        await table.execute(TAKEN_AWAY, event_id)
+        await started(2)
+        before = await table.row(event_id)
+
+        # Both runs are in flight; the heart extends the new lease and finds that the old one is lost.
+        async def extended() -> bool:
+            return bool((await table.row(event_id)).lease_until > before.lease_until)
+
+        await wait_until_async(extended)
+        gates[0].set()
+
+        async def old_one_is_over() -> bool:
+            return len(dispatcher._in_flight) == 1
+
+        await wait_until_async(old_one_is_over)
+        row = await table.row(event_id)
+        assert (row.status, row.claim_token) == ("RUNNING", before.claim_token)
+        gates[1].set()
+        row = await table.until_status(event_id, "COMPLETED")
+
+    assert runs == [1, 2]
+    assert row.claim_token == before.claim_token
+    assert dispatcher._tally.lost == 1
+
+
+async def test_a_stale_result_does_not_touch_a_replayed_event(dsn, outbox: Outbox, table: Table):
+    """FAULTS 7: after a replay attempts start again at 0, and the old run's result still matches nothing."""
+    gate = asyncio.Event()
+    started = asyncio.Event()
+
+    @outbox.handler("job")
+    async def job(event: Event) -> None:
+        started.set()
+        await gate.wait()
+
+    event_id = await table.enqueue(outbox, "job")
+    async with dispatching(outbox, dsn) as dispatcher:
+        await started.wait()
+        await table.execute(
+            "update pulse.outbox set status = 'DEAD_LETTERED', completed_at = now(), "
+            "lease_until = null, locked_by = null"
+        )
+        await table.execute("select pulse.outbox_pause(null, 'so that nobody claims it', 'test')")
+        await table.execute("select pulse.outbox_replay(%s, 0, 'somebody')", event_id)
+        gate.set()
+
+        async def refused() -> bool:
+            return dispatcher._tally.lost == 1
+
+        await wait_until_async(refused)
+
+    row = await table.row(event_id)
+    assert (row.status, row.attempts, row.claim_token) == ("PENDING", 0, None)
+
+
+async def test_a_hung_heartbeat_connection_loses_no_lease(dsn, outbox: Outbox, table: Table):
+    """FAULTS 12 and 13: the heart gives a silent connection up while there is time for another try."""
+    runs = []
+
+    @outbox.handler("long")
+    async def long(event: Event) -> None:
+        runs.append(event.attempt)
+        await asyncio.sleep(6)
+
+    watching = Outbox()
+    watching.handler("something else")(lambda event: None)
+    event_id = await table.enqueue(outbox, "long")
+    times = {"lease": 3, "heartbeat": 1, "watchdog": 1}
+    async with (
+        proxied(dsn) as proxy,
+        dispatching(outbox, proxy.dsn, **times),
+        dispatching(watching, dsn, **times),
+    ):
+        await table.until("status = 'RUNNING' and lease_until > created_at + interval '3.5 seconds'", 1)
+        assert proxy.freeze("pulse-outbox heart") == 1
+        row = await table.until_status(event_id, "COMPLETED", within=15)
+
+    assert runs == [1]
+    assert (row.attempts, row.lapses, row.lease_seq) == (1, 0, 1)
+
+
+async def test_a_lease_that_ran_out_unnoticed_is_not_run(dsn, outbox: Outbox, table: Table):
+    """The claim's answer came after its lease: others may have run the job, so it is asked for, not started."""
+    runs = []
+
+    @outbox.handler("job")
+    async def job(event: Event) -> None:
+        runs.append(event.lease_seq)
+
+    async with proxied(dsn) as proxy, dispatching(outbox, proxy.dsn) as dispatcher:
+
+        async def sleeps() -> bool:
+            return bool(await table.execute("select 1 from pulse.dispatcher where sleeping"))
+
+        await wait_until_async(sleeps)
+        proxy.lose_answer_to = b"outbox_claim"
+        event_id = await table.enqueue(outbox, "job")
+
+        async def lost() -> bool:
+            proxy.refuse = proxy.lost_answers > 0
+            return proxy.refuse
+
+        await wait_until_async(lost)
+        row = await table.row(event_id)
+        assert (row.status, row.attempts) == ("RUNNING", 1)
+
+        # Somebody else reaps it and runs it, while this dispatcher can't reach the database.
+        await table.execute(
+            "update pulse.outbox set status = 'COMPLETED', completed_at = now(), lease_until = null, locked_by = null, "
+            "claim_token = null"
+        )
+        proxy.refuse = False
+        again = await table.enqueue(outbox, "job")
+        await table.until_status(again, "COMPLETED")
+        assert len(dispatcher._in_flight) == 0
+
+    assert runs == [1], "only the second event ran here"

@@ -1,0 +1,184 @@
+"""Wake-ups: quick with a notification, sufficient without one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from pulse_outbox import Event, NewEvent, Outbox
+from tests.support.dispatching import Table, dispatching
+from tests.support.proxy import proxied
+from tests.support.waiting import wait_until_async
+
+
+class Arrivals:
+    """A handler that notes when it was called."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.at: list[float] = []
+        self._came = asyncio.Event()
+        outbox.handler("job")(self._handle)
+
+    async def _handle(self, event: Event) -> None:
+        self.at.append(time.monotonic())
+        self._came.set()
+
+    async def latency(self, outbox: Outbox, table: Table, *, within: float = 10) -> float:
+        """Seconds from the commit of one event to its handler."""
+        self._came.clear()
+        await table.execute("select 1")
+        started = time.monotonic()
+        await table.enqueue(outbox, "job")
+        async with asyncio.timeout(within):
+            await self._came.wait()
+        return self.at[-1] - started
+
+
+async def asleep(table: Table) -> None:
+    """Until the dispatcher says that it must be woken, and has no more short naps before it."""
+
+    async def sleeping() -> bool:
+        return bool(await table.execute("select 1 from pulse.dispatcher where sleeping"))
+
+    await wait_until_async(sleeping)
+
+
+async def test_an_idle_dispatcher_runs_a_new_job_at_once(dsn, outbox: Outbox, table: Table):
+    """With a poll interval of a minute only the notification can have done it."""
+    arrivals = Arrivals(outbox)
+    async with dispatching(outbox, dsn, poll=60) as dispatcher:
+        await asleep(table)
+
+        async def deeply_asleep() -> bool:
+            return dispatcher._intake._nap > 2
+
+        await wait_until_async(deeply_asleep)
+        latencies = [await arrivals.latency(outbox, table) for _ in range(20)]
+
+    assert sorted(latencies)[10] < 0.05
+    assert max(latencies) < 0.3
+
+
+async def test_without_notify_polling_is_enough(dsn, outbox: Outbox, table: Table):
+    arrivals = Arrivals(outbox)
+    async with dispatching(outbox, dsn, poll=0.3, notify=False) as dispatcher:
+
+        async def deeply_asleep() -> bool:
+            return hasattr(dispatcher, "_intake") and dispatcher._intake._nap >= 0.3
+
+        await wait_until_async(deeply_asleep)
+        assert await table.execute("select 1 from pulse.dispatcher where sleeping") == []
+        latency = await arrivals.latency(outbox, table)
+
+    assert latency < 0.3 + 0.3
+
+
+async def test_lost_notifications_cost_one_poll_interval(dsn, outbox: Outbox, table: Table):
+    """The queue of notifications is nobody's promise: here nobody notifies although somebody listens."""
+    arrivals = Arrivals(outbox)
+    await table.execute(
+        "create or replace function pulse.outbox_wake(p_topics text[]) returns void language sql as 'select'"
+    )
+    async with dispatching(outbox, dsn, poll=0.5) as dispatcher:
+
+        async def deeply_asleep() -> bool:
+            return hasattr(dispatcher, "_intake") and dispatcher._intake._nap >= 0.5
+
+        await wait_until_async(deeply_asleep)
+        latency = await arrivals.latency(outbox, table)
+
+    assert latency < 0.5 + 0.3
+
+
+async def test_it_sleeps_until_the_next_job_is_due(dsn, outbox: Outbox, table: Table):
+    """Not until the next poll: a delayed job starts when it is due, and not a moment before."""
+    arrivals = Arrivals(outbox)
+    async with dispatching(outbox, dsn, poll=60, notify=False) as dispatcher:
+
+        async def running() -> bool:
+            return hasattr(dispatcher, "_intake")
+
+        await wait_until_async(running)
+        started = time.monotonic()
+        await table.enqueue(outbox, "job", delay=1.2)
+
+        async def came() -> bool:
+            return bool(arrivals.at)
+
+        await wait_until_async(came)
+
+    assert 1.15 < arrivals.at[0] - started < 1.6
+
+
+async def test_a_terminated_listener_is_made_again(dsn, outbox: Outbox, table: Table):
+    arrivals = Arrivals(outbox)
+    async with dispatching(outbox, dsn, poll=60):
+        await asleep(table)
+        [(old,)] = await _listener(table)
+        await table.execute("select pg_terminate_backend(%s)", old)
+
+        async def another() -> bool:
+            return any(pid != old for (pid,) in await _listener(table))
+
+        await wait_until_async(another)
+        assert await arrivals.latency(outbox, table) < 0.3
+
+
+async def test_a_silent_listener_is_noticed_and_made_again(dsn, outbox: Outbox, table: Table, monkeypatch):
+    """FAULTS 18: packets vanish without a word. Nothing but an answer shows that a connection lives."""
+    monkeypatch.setattr("pulse_outbox.dispatcher.wakeup.CHECK_INTERVAL", 0.5)
+    monkeypatch.setattr("pulse_outbox.dispatcher.wakeup.CHECK_TIMEOUT", 0.5)
+    arrivals = Arrivals(outbox)
+    async with proxied(dsn) as proxy, dispatching(outbox, dsn, poll=60, listen_dsn=proxy.dsn):
+        await asleep(table)
+        assert await arrivals.latency(outbox, table) < 0.3, "control: it listens through the proxy"
+        [(old,)] = await _listener(table)
+        assert proxy.freeze("pulse-outbox listen") == 1
+
+        async def another() -> bool:
+            return any(pid != old for (pid,) in await _listener(table))
+
+        await wait_until_async(another)
+        assert await arrivals.latency(outbox, table) < 0.3
+
+
+async def _listener(table: Table) -> list[tuple[int]]:
+    return await table.execute(
+        "select pid from pg_stat_activity "
+        "where application_name = 'pulse-outbox listen' and datname = current_database() and state = 'idle'"
+    )
+
+
+async def test_producers_do_not_notify_while_dispatchers_are_busy(dsn, outbox: Outbox, table: Table):
+    """FAULTS 19: under load the row says so, and the first job after the load is still quick."""
+    arrivals = Arrivals(outbox)
+    async with dispatching(outbox, dsn, poll=60):
+        await asleep(table)
+        await table.enqueue_many(outbox, [NewEvent("job", {}) for _ in range(5000)])
+
+        async def busy() -> bool:
+            return bool(await table.execute("select 1 from pulse.dispatcher where not sleeping"))
+
+        await wait_until_async(busy)
+        await table.until("status = 'COMPLETED'", 5000, within=20)
+        # At any moment of falling asleep, which is when a wake-up may cross.
+        latencies = [await arrivals.latency(outbox, table) for _ in range(30)]
+        await asleep(table)
+        latencies.append(await arrivals.latency(outbox, table))
+
+    assert max(latencies) < 0.3
+
+
+@pytest.mark.parametrize("gap", [0.001, 0.02, 0.05, 0.1, 0.2])
+async def test_a_wake_up_that_crosses_with_falling_asleep(dsn, outbox: Outbox, table: Table, gap: float):
+    arrivals = Arrivals(outbox)
+    async with dispatching(outbox, dsn, poll=60):
+        await asleep(table)
+        latencies = []
+        for _ in range(10):
+            latencies.append(await arrivals.latency(outbox, table))
+            await asyncio.sleep(gap)
+
+    assert max(latencies) < 0.3
