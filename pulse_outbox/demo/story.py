@@ -327,7 +327,7 @@ class Story:
             case {"event": "outbox.reaped"}:
                 self._reaped.append(line)
             case {"event": "outbox.child_started", "pid": pid}:
-                if not self._children:  # not of a spare one
+                if not self._children and self._poison.status != "DEAD_LETTERED":  # not of a spare one
                     self._tell("·", f"child process {pid} started for suspects")
                 self._children.add(pid)
             case {"event": "outbox.child_died", "pid": pid, "error": error}:
