@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from psycopg import sql
 from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
 
 from pulse_outbox.storage_retry import loses_connection
-from pulse_outbox.store import connection_string
+from pulse_outbox.store import CALL_TIMEOUT, connection_string, shut_down
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +24,7 @@ POOL_SIZE = 10
 PATIENCE = 5.0
 """How long to wait for a connection, or for a row that somebody else has locked, in seconds."""
 LOCKED_PAUSE = 0.05
+DEADLINE = CALL_TIMEOUT.total_seconds()
 _IS_READ_ONLY = "select current_setting('transaction_read_only')"
 
 
@@ -72,10 +74,13 @@ class Transactions:
             conn = await self._async_pool.getconn(timeout=PATIENCE)
         except (PoolTimeout, psycopg.Error) as error:
             raise NotStarted("no connection for its transaction") from error
+        deadline: asyncio.TimerHandle | None = None
         try:
             await conn.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
             async with conn.transaction():
                 await job.handler.function(build(conn))
+                # The rest, with the commit, is ours to wait for: a server that does not answer is not waited for long.
+                deadline = asyncio.get_running_loop().call_later(DEADLINE, shut_down, conn)
                 give_up_at = time.monotonic() + PATIENCE
                 while self._is_locked(
                     await (await conn.execute(self._complete, _of(job))).fetchall(), give_up_at
@@ -86,6 +91,8 @@ class Transactions:
                 await conn.close()
             raise
         finally:
+            if deadline is not None:
+                deadline.cancel()
             await self._async_pool.putconn(conn)
 
     def run_sync(self, job: Job, build: Callable[[Any], Event[Any]]) -> None:
@@ -94,10 +101,13 @@ class Transactions:
             conn = self._pool.getconn(timeout=PATIENCE)
         except (PoolTimeout, psycopg.Error) as error:
             raise NotStarted("no connection for its transaction") from error
+        deadline = threading.Timer(DEADLINE, shut_down, (conn,))
+        deadline.daemon = True
         try:
             conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
             with conn.transaction():
                 job.handler.function(build(conn))
+                deadline.start()
                 give_up_at = time.monotonic() + PATIENCE
                 while self._is_locked(conn.execute(self._complete, _of(job)).fetchall(), give_up_at):
                     time.sleep(LOCKED_PAUSE)
@@ -106,6 +116,7 @@ class Transactions:
                 conn.close()
             raise
         finally:
+            deadline.cancel()
             self._pool.putconn(conn)
 
     def _is_locked(self, answers: list[tuple[Any, ...]], give_up_at: float) -> bool:
