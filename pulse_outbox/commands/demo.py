@@ -27,8 +27,8 @@ A small shop writes orders and events; a real dispatcher runs them. Some fail an
 kills its worker and is replayed after a repair. Takes about 20 seconds, and nothing stays behind. The exit code is 0
 only if the final count is what it must be.
 
-It starts a PostgreSQL of its own, whatever PULSE_OUTBOX_DSN says. With --dsn it uses that database instead, in the
-schemas pulse_demo and demo_shop, which it creates and removes."""
+It starts a PostgreSQL of its own. With --dsn or PULSE_OUTBOX_DSN it uses that database instead, in the schemas
+pulse_demo and demo_shop, which it creates and removes."""
     parser.add_argument("--dsn", help="libpq URI or conninfo string of a database to use instead")
     parser.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
 
@@ -44,11 +44,13 @@ def run(args: argparse.Namespace) -> int:
         except ImportError as error:
             raise OutboxError(f"{error}: pip install 'pulse-outbox[demo]'") from error
 
-        if args.dsn is None and os.environ.get("PULSE_OUTBOX_DSN"):
-            view.tell("·", "PULSE_OUTBOX_DSN is left alone: --dsn would use a database of yours")
-        if args.dsn is None:
+        dsn = args.dsn or os.environ.get("PULSE_OUTBOX_DSN")
+        if dsn:
+            given_by = "--dsn" if args.dsn else "PULSE_OUTBOX_DSN"
+            view.tell("·", f"in the database of {given_by}, in schemas of the demo's own")
+        else:
             view.tell("·", "starting a PostgreSQL in a temporary folder")
-        place = stack.enter_context(database.given(args.dsn) if args.dsn else database.own())
+        place = stack.enter_context(database.given(dsn) if dsn else database.own())
         view.tell("·", f"{place.description}; schema {place.schema} migrated")
         story = Story(place.dsn, schema=place.schema, view=view)
         story.play()
