@@ -184,10 +184,15 @@ async def test_frozen_backends(server, own_table: Table, outbox: Outbox):
 async def test_too_many_connections(server, own_table: Table, outbox: Outbox):
     """FAULTS 13: in the middle of work nothing lapses; what was lost is made again when there is room."""
     runs = Runs(outbox, seconds=0.3)
-    [(limit,)] = await own_table.execute(
-        "select setting::int from pg_settings where name = 'max_connections'"
-    )
     hogs: list[psycopg.AsyncConnection[Any]] = []
+
+    async def take_all() -> None:
+        while True:
+            try:
+                hogs.append(await psycopg.AsyncConnection.connect(server.dsn, autocommit=True))
+            except psycopg.OperationalError:
+                return
+
     async with dispatching(outbox, server.dsn, concurrency=5):
         await own_table.enqueue_many(outbox, [NewEvent("job", {}) for _ in range(30)])
         await own_table.until("status = 'COMPLETED'", 5)

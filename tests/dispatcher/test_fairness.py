@@ -1,0 +1,228 @@
+"""Who gets the slots: every topic its share, nobody more than about 100 ms of work ahead."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from pulse_outbox import Event, NewEvent, Outbox, RetryPolicy
+from tests.support.dispatching import Table, dispatching, drain
+from tests.support.waiting import wait_until_async
+
+
+async def test_a_hot_topic_does_not_starve_a_quiet_one(dsn, outbox: Outbox, table: Table):
+    """FAULTS 30: 20,000 due in one topic, and a single event of another waits no longer than a few claims."""
+    waits: list[float] = []
+
+    @outbox.handler("hot")
+    async def hot(event: Event) -> None:
+        await asyncio.sleep(0.002)
+
+    @outbox.handler("quiet")
+    async def quiet(event: Event[dict]) -> None:
+        waits.append(time.monotonic() - event.payload["at"])
+
+    await table.enqueue_many(outbox, [NewEvent("hot", {}) for _ in range(20_000)])
+    async with dispatching(outbox, dsn, concurrency=10):
+        for number in range(10):
+            await table.enqueue(outbox, "quiet", {"at": time.monotonic()})
+
+            async def ran(number: int = number) -> bool:
+                return len(waits) > number
+
+            await wait_until_async(ran)
+        left = await table.count("topic = 'hot' and status = 'PENDING'")
+
+    assert left > 0, "control: the hot topic was busy all the time"
+    assert max(waits) < 1.0
+
+
+async def test_one_slot_goes_round_the_topics(dsn, outbox: Outbox, table: Table):
+    """With fewer slots than topics everyone gets a turn."""
+    order: list[str] = []
+
+    async def note(event: Event) -> None:
+        order.append(event.topic)
+        await asyncio.sleep(0.002)
+
+    for topic in "abc":
+        outbox.handler(topic)(note)
+    await table.enqueue_many(outbox, [NewEvent(topic, {}) for topic in "abc" for _ in range(30)])
+    await drain(outbox, dsn, concurrency=1, batch=1)
+
+    assert len(order) == 90
+    first = order[:45]
+    assert all(first.count(topic) >= 8 for topic in "abc"), order
+
+
+async def test_slow_jobs_are_not_hoarded(dsn, outbox: Outbox, table: Table):
+    """A hundred jobs of half a second at concurrency 10: next to none is claimed before it can start."""
+    running = 0
+
+    @outbox.handler("slow")
+    async def slow(event: Event) -> None:
+        nonlocal running
+        running += 1
+        await asyncio.sleep(0.5)
+        running -= 1
+
+    await table.enqueue_many(outbox, [NewEvent("slow", {}) for _ in range(60)])
+    most = 0
+    async with dispatching(outbox, dsn, concurrency=10) as dispatcher:
+
+        async def done() -> bool:
+            nonlocal most
+            if hasattr(dispatcher, "_slots"):
+                most = max(most, dispatcher._slots.waiting)
+            return await table.count("status = 'COMPLETED'") == 60
+
+        await wait_until_async(done)
+
+    assert most <= 10, "claimed and not started"
+
+
+async def test_nothing_is_hoarded_when_quick_jobs_are_followed_by_slow_ones(
+    dsn, outbox: Outbox, table: Table
+):
+    """The rate of the quick ones says nothing about the slow ones; a second dispatcher shares those."""
+    ran_by: list[str] = []
+
+    def make(name: str) -> Outbox:
+        made = Outbox()
+
+        @made.handler("quick", completed="delete")
+        async def quick(event: Event) -> None:
+            pass
+
+        @made.handler("slow")
+        async def slow(event: Event) -> None:
+            ran_by.append(name)
+            await asyncio.sleep(0.5)
+
+        return made
+
+    async with (
+        dispatching(make("one"), dsn, concurrency=10) as one,
+        dispatching(make("two"), dsn, concurrency=10, topics=("slow",)),
+    ):
+        await table.enqueue_many(outbox, [NewEvent("quick", {}) for _ in range(5000)])
+        await table.until("topic = 'quick'", 0, within=20)
+        await table.enqueue_many(outbox, [NewEvent("slow", {}) for _ in range(100)])
+        started = time.monotonic()
+        await table.until("status = 'COMPLETED'", 100, within=30)
+        took = time.monotonic() - started
+        assert one._tally.released > 0, "control: more had been claimed than could start"
+
+    assert ran_by.count("two") >= 30, f"{ran_by.count('two')} of 100, {took:.1f} s"
+
+
+async def test_a_budget_of_one_is_never_claimed_ahead(dsn, outbox: Outbox, table: Table):
+    """It must not wait in the memory of a process that may die; its neighbours may."""
+    claimed_ahead = 0
+
+    @outbox.handler("once", retry=RetryPolicy(max_attempts=1))
+    async def once(event: Event) -> None:
+        await asyncio.sleep(0.001)
+
+    @outbox.handler("often")
+    async def often(event: Event) -> None:
+        await asyncio.sleep(0.001)
+
+    await table.enqueue_many(
+        outbox, [NewEvent(topic, {}) for _ in range(300) for topic in ("once", "often", "often")]
+    )
+    ahead_of_others = 0
+    async with dispatching(outbox, dsn, concurrency=3) as dispatcher:
+
+        async def done() -> bool:
+            nonlocal claimed_ahead, ahead_of_others
+            if hasattr(dispatcher, "_slots"):
+                waiting = list(dispatcher._slots._queue)
+                idle = 3 - dispatcher._slots.running
+                once_waiting = sum(job.claim.max_attempts == 1 for job in waiting)
+                claimed_ahead = max(claimed_ahead, once_waiting - idle)
+                ahead_of_others = max(ahead_of_others, len(waiting) - once_waiting)
+            return await table.count("status = 'COMPLETED'") == 900
+
+        await wait_until_async(done, within=30)
+
+    assert claimed_ahead <= 0
+    assert ahead_of_others > 0, "control: others are claimed ahead"
+
+
+async def test_generations_and_topics_of_others_are_left_alone(dsn, outbox: Outbox, table: Table):
+    """A rolling deploy: old workers touch neither new topics nor other generations; attempts stay 0."""
+    ran = []
+
+    @outbox.handler("order.paid")
+    async def paid(event: Event) -> None:
+        ran.append(event.generation)
+
+    outbox.handler("mail.sent")(lambda event: ran.append(-1))
+    new = Outbox()
+    new.handler("order.refunded")(lambda event: None)
+    await table.enqueue(new, "order.refunded")
+    await table.enqueue(outbox, "mail.sent")
+    for generation in (0, 1, 2, 3):
+        await table.enqueue(outbox, "order.paid", generation=generation)
+    await drain(outbox, dsn, generations=(2,), topics=("order.*",))
+
+    assert sorted(ran) == [0, 2]
+    assert await table.count("status = 'PENDING' and attempts = 0 and lease_seq = 0") == 4
+    assert await table.count("status = 'COMPLETED'") == 2
+
+
+async def test_an_older_generation_does_not_starve_a_newer_one(dsn, outbox: Outbox, table: Table):
+    """Within a topic and priority the due time decides, whatever the generation."""
+    order = []
+
+    @outbox.handler("job")
+    async def job(event: Event) -> None:
+        order.append(event.generation)
+
+    await table.enqueue(outbox, "job", generation=1)
+    await table.enqueue_many(outbox, [NewEvent("job", {}, generation=0) for _ in range(200)])
+    await drain(outbox, dsn, concurrency=1, batch=5)
+
+    assert order.index(1) < 10
+
+
+async def test_priorities_within_a_topic(dsn, outbox: Outbox, table: Table):
+    order = []
+    outbox.handler("job")(lambda event: order.append(event.payload["priority"]))
+    await table.enqueue_many(
+        outbox,
+        [NewEvent("job", {"priority": p}, priority=p) for p in (0, 3, -9, 9, 5, 0, 9)],
+    )
+    await drain(outbox, dsn, concurrency=1)
+
+    assert order == [9, 9, 5, 3, 0, 0, -9]
+
+
+async def test_pausing_gives_back_what_was_claimed_ahead(dsn, outbox: Outbox, table: Table):
+    """FAULTS 43: no claim after the commit; what waits in memory goes back, what runs finishes."""
+    gate = asyncio.Event()
+    started = 0
+
+    @outbox.handler("job")
+    async def job(event: Event) -> None:
+        nonlocal started
+        started += 1
+        if started > 300:
+            await gate.wait()
+
+    await table.enqueue_many(outbox, [NewEvent("job", {}) for _ in range(2000)])
+    async with dispatching(outbox, dsn, concurrency=10) as dispatcher:
+
+        async def all_slots_wait() -> bool:
+            return started == 310 and dispatcher._slots.waiting > 0
+
+        await wait_until_async(all_slots_wait)
+        await table.execute("select pulse.outbox_pause('job', 'test', 'test')")
+        await table.until("status = 'RUNNING'", 10)
+        gate.set()
+        await table.until("status = 'RUNNING'", 0)
+        assert started == 310
+        assert await table.count("status = 'PENDING' and attempts = 0") == 1690
+        await table.execute("select pulse.outbox_resume('job', 'test')")
+        await table.until("status = 'COMPLETED'", 2000)

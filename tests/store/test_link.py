@@ -1,0 +1,278 @@
+"""One connection: made when needed, thrown away when lost, never waited for longer than a call may take."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+import pytest
+
+from pulse_outbox import EventNotFound, Outbox, SchemaError, TransitionRefused, embedded, schema
+from pulse_outbox.errors import BadArgument
+from pulse_outbox.storage_retry import CallTimedOut, StorageRetries, StorageRetry
+from pulse_outbox.store import Failure, Link, Store
+from tests.support.dispatching import Table
+from tests.support.proxy import proxied
+from tests.support.waiting import wait_until_async
+
+SOON = StorageRetries(storage=StorageRetry(first=0.01, cap=0.05), dequeue=StorageRetry(first=0.01, cap=0.05))
+
+
+@pytest.fixture
+async def table(dsn: str):
+    table = Table(dsn)
+    yield table
+    await table.close()
+
+
+@pytest.fixture
+async def open_store(dsn: str):
+    stores: list[Store] = []
+
+    def open_one(to: str = dsn, *, call_timeout: float = 15, retries: StorageRetries = SOON) -> Store:
+        store = Store(Link(to, call_timeout=timedelta(seconds=call_timeout)), retries=retries)
+        stores.append(store)
+        return store
+
+    yield open_one
+    for store in stores:
+        await store.close()
+
+
+async def test_a_lost_connection_is_made_again(table: Table, open_store):
+    store = open_store()
+    await store.paused()
+    await table.execute(
+        "select pg_terminate_backend(pid) from pg_stat_activity "
+        "where application_name = 'pulse-outbox' and datname = current_database()"
+    )
+
+    assert await store.paused() == frozenset()
+
+
+async def test_without_retries_the_error_is_the_callers(table: Table, open_store):
+    """Control for the test above: the off switch is one."""
+    store = open_store(retries=StorageRetries.off())
+    await store.paused()
+    await table.execute(
+        "select pg_terminate_backend(pid) from pg_stat_activity "
+        "where application_name = 'pulse-outbox' and datname = current_database()"
+    )
+    with pytest.raises(psycopg.OperationalError):
+        await store.paused()
+
+    assert await store.paused() == frozenset(), "and the next call has a new connection"
+
+
+@pytest.mark.parametrize("function", ["claim", "complete", "fail", "snooze", "release", "heartbeat"])
+async def test_a_lost_answer_counts_once(dsn, table: Table, open_store, function: str):
+    """FAULTS 8 and 9: the server did it, nobody heard of it, the repeated call says what became of it."""
+    outbox = Outbox()
+    outbox.handler("job")(lambda event: None)
+    ids = [await table.enqueue(outbox, "job") for _ in range(3)]
+    async with proxied(dsn) as proxy:
+        store = open_store(proxy.dsn)
+        await store.paused()
+        if function == "claim":
+            proxy.lose_answer_to = b"outbox_claim"
+        claims = await store.claim(limit=10, topics=["job"])
+        assert [claim.event_id for claim in claims] == ids
+        answers: Any = None
+        if function != "claim":
+            proxy.lose_answer_to = f"outbox_{function}".encode()
+        match function:
+            case "complete":
+                answers = await store.complete(claims)
+            case "release":
+                answers = await store.release(claims)
+            case "heartbeat":
+                answers = await store.heartbeat(claims, lease=timedelta(seconds=60))
+            case "snooze":
+                answers = await store.snooze(claims, [timedelta(hours=1)] * 3)
+            case "fail":
+                answers = await store.fail(
+                    [
+                        Failure(held=claim, error="x", failure={}, delay=timedelta(hours=1), terminal=False)
+                        for claim in claims
+                    ]
+                )
+        assert proxy.lost_answers == 1
+        await store.close()
+
+    assert answers == {"claim": None, "fail": dict.fromkeys(ids, "RETRYING")}.get(function, {})
+    expected = {
+        "claim": ("RUNNING", 1),
+        "complete": ("COMPLETED", 1),
+        "fail": ("RETRYING", 1),
+        "snooze": ("RETRYING", 0),
+        "release": ("PENDING", 0),
+        "heartbeat": ("RUNNING", 1),
+    }[function]
+    assert {(row.status, row.attempts, row.lease_seq) for row in [await table.row(i) for i in ids]} == {
+        (*expected, 1)
+    }
+
+
+async def test_a_repeated_claim_waits_for_the_first_which_still_runs(dsn, table: Table, open_store):
+    """The deadline cut the first call off on this side only: on the server it goes on, and takes its rows."""
+    outbox = Outbox()
+    outbox.handler("job")(lambda event: None)
+    ids = {await table.enqueue(outbox, "job") for _ in range(3)}
+    await table.execute(
+        """
+        create function public.slow() returns trigger language plpgsql as $$
+        begin perform pg_sleep(0.4); return new; end $$;
+        create trigger slow before update on pulse.outbox for each row execute function public.slow();
+        """
+    )
+    store = open_store(call_timeout=0.5)
+    claims = await store.claim(limit=3, topics=["job"])
+
+    assert {claim.event_id for claim in claims} == ids
+    assert {claim.attempts for claim in claims} == {1}
+    assert await table.count("attempts = 1 and lease_seq = 1") == 3
+
+
+async def test_a_call_ends_by_its_deadline(dsn, open_store):
+    """FAULTS 12: packets vanish. The next call has a connection of its own."""
+    async with proxied(dsn) as proxy:
+        store = open_store(proxy.dsn, call_timeout=0.3, retries=StorageRetries.off())
+        await store.paused()
+        proxy.frozen = True
+        started = time.monotonic()
+        with pytest.raises(CallTimedOut):
+            await store.paused()
+        took = time.monotonic() - started
+        proxy.frozen = False
+
+        assert 0.25 < took < 1
+        assert await store.paused() == frozenset()
+        await store.close()
+
+
+async def test_a_frozen_backend_is_left_behind(open_store):
+    """SIGSTOP: the socket lives, the server does not answer, not even to a request to cancel."""
+    with embedded.start() as server:
+        schema.migrate(server.dsn)
+        store = open_store(server.dsn, call_timeout=0.3, retries=StorageRetries.off())
+        await store.paused()
+        with psycopg.connect(server.dsn) as conn:
+            [(pid,)] = conn.execute(
+                "select pid from pg_stat_activity where application_name = 'pulse-outbox'"
+            ).fetchall()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            with pytest.raises(CallTimedOut):
+                await store.paused()
+            assert time.monotonic() - started < 1
+            assert await store.paused() == frozenset()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await store.close()
+
+
+async def test_a_cancelled_call_costs_the_connection_and_nothing_else(dsn, table: Table, open_store):
+    """Its answer may still be on its way: nobody may take it for the answer to the next question."""
+    store = open_store()
+    locked = await psycopg.AsyncConnection.connect(dsn)
+    await locked.execute("lock table pulse.pause")
+    call = asyncio.create_task(store.paused())
+
+    async def waits() -> bool:
+        return bool(
+            await table.execute(
+                "select 1 from pg_stat_activity where application_name = 'pulse-outbox' and wait_event_type = 'Lock' "
+                "and datname = current_database()"
+            )
+        )
+
+    await wait_until_async(waits)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await locked.rollback()
+    await locked.close()
+
+    assert await store.paused() == frozenset()
+
+
+async def test_calls_take_turns(open_store):
+    """Several loops share one connection."""
+    store = open_store()
+
+    assert await asyncio.gather(*[store.paused() for _ in range(50)]) == [frozenset()] * 50
+
+
+async def test_our_sqlstates_become_our_exceptions(table: Table, open_store):
+    store = open_store()
+    outbox = Outbox()
+    outbox.handler("job")(lambda event: None)
+    event_id = await table.enqueue(outbox, "job")
+
+    with pytest.raises(EventNotFound):
+        await store.replay(uuid4(), generation=0, replayed_by="test")
+    with pytest.raises(TransitionRefused):
+        await store.replay(event_id, generation=0, replayed_by="test")
+    with pytest.raises(BadArgument):
+        await store.replay(event_id, generation=-1, replayed_by="test")
+    with pytest.raises(BadArgument):
+        await store.discard(event_id, reason="", discarded_by="test")
+
+
+async def test_a_replay_whose_answer_is_lost_is_no_error(dsn, table: Table, open_store):
+    """The repeated call finds that it was itself who replayed it, and says nothing of a refused transition."""
+    outbox = Outbox()
+    outbox.handler("job")(lambda event: None)
+    event_id = await table.enqueue(outbox, "job")
+    await table.execute("update pulse.outbox set status = 'DEAD_LETTERED', completed_at = now()")
+    async with proxied(dsn) as proxy:
+        store = open_store(proxy.dsn)
+        await store.paused()
+        proxy.lose_answer_to = b"outbox_replay"
+        await store.replay(event_id, generation=0, replayed_by="test")
+        assert proxy.lost_answers == 1
+        await store.close()
+    row = await table.row(event_id)
+
+    assert (row.status, len(row.failure_history)) == ("PENDING", 1)
+
+
+async def test_an_unmigrated_database_names_the_remedy(empty_dsn, open_store):
+    store = open_store(empty_dsn)
+    for call in (store.require_supported(), store.lanes(["job"]), store.reap()):
+        with pytest.raises(SchemaError, match="pulse-outbox migrate"):
+            await call
+
+
+async def test_no_prepared_statement_and_no_session_state(dsn, table: Table):
+    """FAULTS 21: what a pooler in transaction mode needs. Seen on the wire: nothing is prepared by name or set."""
+    link = Link(dsn)
+    store = Store(link)
+    for _ in range(8):  # psycopg prepares from the sixth execution on, unless it is told not to
+        await store.lanes(["job"])
+        await store.claim(limit=1, topics=["job"])
+    conn = link._conn
+    assert conn is not None
+    prepared = await (await conn.execute("select count(*) from pg_prepared_statements")).fetchone()
+    changed = await (
+        await conn.execute(
+            "select array_agg(name) from pg_settings where source = 'session' and name <> 'application_name'"
+        )
+    ).fetchone()
+    locks = await (
+        await conn.execute(
+            "select count(*) from pg_locks where locktype = 'advisory' and pid = pg_backend_pid()"
+        )
+    ).fetchone()
+    await store.close()
+
+    assert prepared == (0,)
+    assert changed == (None,)
+    assert locks == (0,)
