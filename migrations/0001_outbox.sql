@@ -24,10 +24,13 @@
 --               outbox_reap      the same for every lease that has run out: the watchdog
 --               outbox_heal      ordering keys that a race left without a claimable head
 --               dispatcher_*     who is alive
---   operators   outbox_replay, outbox_discard, outbox_pause, outbox_resume, outbox_prune; views dead_letter, topic_status
+--   operators   outbox_replay, outbox_discard, outbox_pause, outbox_resume, outbox_prune
+--               outbox_replay_many, outbox_discard_many  dead letters by topic, error class and time, no more than asked for
+--               views topic_status, dispatcher_status, dead_kind, dead_letter, blocked_key
 --   at the end  outbox_grant: who may call what
 --   inside      lock_claimed, answers, unpark, record_failure, paused_topics, whose_turn, take, lapse_delay,
---               hold_event, failure_cycle
+--               hold_event, failure_cycle,
+--               check_replay, check_discard, replay_held, discard_held, hold_dead, count_topics, blocked_keys
 --
 -- Four rules hold everywhere:
 --
@@ -90,6 +93,7 @@ create table pulse.outbox (
   lease_until           timestamptz,
   completed_at          timestamptz,
   alerted_at            timestamptz,
+  claimed_at            timestamptz,                         -- the newest claim; kept when it ends
   topic                 text         not null collate "C",
   ordering_key          text         collate "C",
   idempotency_key       text         not null collate "C",
@@ -201,6 +205,11 @@ create table pulse.dispatcher (
   last_seen_at timestamptz not null default clock_timestamp(),
   in_flight    integer     not null default 0,
   sleeping     boolean     not null default false,
+  lease        interval    not null default '30 seconds',
+  completed    bigint      not null default 0,             -- events since it started
+  rate         real,                                       -- completed per second, over the last ten seconds or more
+  rated_at     timestamptz not null default clock_timestamp(),
+  rated        bigint      not null default 0,             -- completed, at rated_at
   constraint dispatcher_pkey primary key (worker)
 ) with (fillfactor = 50);
 comment on table pulse.dispatcher is
@@ -868,6 +877,7 @@ begin
              attempts     = o.attempts + 1,
              max_attempts = coalesce(o.producer_max_attempts, p_budgets[array_position(p_topics, v_lane.topic)], 5),
              lease_until  = v_now + p_lease,
+             claimed_at   = v_now,
              locked_by    = p_worker,
              claim_token  = p_token,
              lease_seq    = o.lease_seq + 1,
@@ -1209,9 +1219,10 @@ end
 $$;
 
 -- Says that a dispatcher is alive, and forgets those that have not said so for ten leases.
+-- p_completed: events since it started, from which its rate is taken.
 create function pulse.dispatcher_seen(
   p_worker text, p_host text, p_pid integer, p_version text, p_topics text[], p_generations bigint[], p_in_flight integer,
-  p_sleeping boolean, p_lease interval default '30 seconds', p_now timestamptz default null)
+  p_sleeping boolean, p_lease interval default '30 seconds', p_completed bigint default 0, p_now timestamptz default null)
 returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -1228,12 +1239,20 @@ begin
          generations = p_generations,
          last_seen_at = v_now,
          in_flight = p_in_flight,
-         sleeping = p_sleeping
+         sleeping = p_sleeping,
+         lease = p_lease,
+         completed = p_completed,
+         rate = case when d.rated_at <= v_now - interval '10 seconds'
+                  then greatest(p_completed - d.rated, 0) / extract(epoch from v_now - d.rated_at) else d.rate end,
+         rated = case when d.rated_at <= v_now - interval '10 seconds' then p_completed else d.rated end,
+         rated_at = case when d.rated_at <= v_now - interval '10 seconds' then v_now else d.rated_at end
    where d.ctid = any (array(
            select own.ctid from pulse.dispatcher own where own.worker = p_worker for update skip locked));
   if not found then
-    insert into pulse.dispatcher (worker, host, pid, version, topics, generations, started_at, last_seen_at, in_flight, sleeping)
-    select p_worker, p_host, p_pid, p_version, p_topics, p_generations, v_now, v_now, p_in_flight, p_sleeping
+    insert into pulse.dispatcher (worker, host, pid, version, topics, generations, started_at, last_seen_at, in_flight, sleeping,
+                                  lease, completed, rated_at, rated)
+    select p_worker, p_host, p_pid, p_version, p_topics, p_generations, v_now, v_now, p_in_flight, p_sleeping,
+           p_lease, p_completed, v_now, p_completed
      where not exists (select 1 from pulse.dispatcher d where d.worker = p_worker)      -- there, and locked: next time
     on conflict (worker) do nothing;
   end if;
@@ -1303,6 +1322,102 @@ as $$
     'generation', o.generation)
 $$;
 
+-- What replaying and discarding ask of their callers, whether of one event or of many.
+create function pulse.check_replay(p_new_generation bigint, p_replayed_by text) returns void
+language plpgsql immutable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  if p_new_generation is null or p_new_generation < 0 then
+    raise exception 'the new generation must be a number from 0 (any) on' using errcode = 'PO003';
+  elsif coalesce(p_replayed_by, '') = '' then
+    raise exception 'replayed_by must say who replays' using errcode = 'PO003';
+  end if;
+end
+$$;
+
+create function pulse.check_discard(p_reason text, p_discarded_by text) returns void
+language plpgsql immutable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  if coalesce(p_reason, '') = '' then
+    raise exception 'reason must say why the event must not run' using errcode = 'PO003';
+  elsif coalesce(p_discarded_by, '') = '' then
+    raise exception 'discarded_by must say who discards' using errcode = 'PO003';
+  end if;
+end
+$$;
+
+-- The one place where a dead letter gets its new start. The caller has locked the events.
+create function pulse.replay_held(
+  p_event_ids uuid[], p_new_generation bigint, p_replayed_by text, p_request uuid, p_now timestamptz) returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set jit = off
+as $$
+declare
+  v_topics text[];
+begin
+  with replayed as (
+    update pulse.outbox o
+       set failure_history = o.failure_history || jsonb_build_array(
+                               pulse.failure_cycle(o, p_request) || jsonb_build_object(
+                                 'replayed_by', p_replayed_by, 'replayed_at', p_now)),
+           status          = 'PENDING',
+           generation      = p_new_generation,
+           attempts        = 0,
+           max_attempts    = null,
+           snoozes         = 0,
+           lapses          = 0,
+           alone           = false,
+           next_run_at     = p_now,
+           last_error      = null,
+           last_failure    = null,
+           first_failed_at = null,
+           completed_at    = null,
+           claimed_at      = null,
+           claim_token     = null,
+           alert_id        = null,
+           alerted_at      = null
+     where o.event_id = any (p_event_ids)
+    returning o.topic
+  )
+  select array_agg(distinct topic) into v_topics from replayed;
+  perform pulse.outbox_wake(v_topics);
+end
+$$;
+
+-- The one place where an event is put away for good. The caller has locked the events.
+create function pulse.discard_held(
+  p_event_ids uuid[], p_reason text, p_discarded_by text, p_request uuid, p_now timestamptz) returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set jit = off
+as $$
+declare
+  v_keys text[];
+begin
+  with discarded as (
+    update pulse.outbox o
+       set failure_history = o.failure_history || jsonb_build_array(
+                               pulse.failure_cycle(o, p_request) || jsonb_build_object(
+                                 'discarded_by', p_discarded_by, 'discarded_at', p_now, 'reason', p_reason)),
+           status          = 'DISCARDED',
+           completed_at    = p_now,
+           parked          = false
+     where o.event_id = any (p_event_ids)
+    returning o.ordering_key
+  )
+  select array_agg(distinct ordering_key) filter (where ordering_key is not null) into v_keys from discarded;
+  if v_keys is not null then
+    perform pulse.unpark(v_keys, p_now);
+  end if;
+end
+$$;
+
 -- DEAD_LETTERED -> PENDING, in place: the ended cycle becomes an entry of failure_history and a new one begins.
 -- Two at once make one entry: the second waits for the row, and finds that it isn't dead any more.
 -- p_request: any id of the caller's; a call that is repeated with it, because the answer was lost, changes nothing.
@@ -1311,47 +1426,12 @@ create function pulse.outbox_replay(
 returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set jit = off
 as $$
-#variable_conflict use_column
-declare
-  v_event_id uuid := outbox_replay.event_id;
-  v_now      timestamptz;
-  v_topic    text;
 begin
-  if p_new_generation is null or p_new_generation < 0 then
-    raise exception 'the new generation must be a number from 0 (any) on' using errcode = 'PO003';
-  elsif coalesce(p_replayed_by, '') = '' then
-    raise exception 'replayed_by must say who replays' using errcode = 'PO003';
+  perform pulse.check_replay(p_new_generation, p_replayed_by);
+  if pulse.hold_event(event_id, '{DEAD_LETTERED}', 'replayed', p_request) then
+    perform pulse.replay_held(array[event_id], p_new_generation, p_replayed_by, p_request, coalesce(p_now, clock_timestamp()));
   end if;
-  if not pulse.hold_event(v_event_id, '{DEAD_LETTERED}', 'replayed', p_request) then
-    return;
-  end if;
-
-  v_now := coalesce(p_now, clock_timestamp());
-  update pulse.outbox o
-     set failure_history = o.failure_history || jsonb_build_array(
-                             pulse.failure_cycle(o, p_request) || jsonb_build_object(
-                               'replayed_by', p_replayed_by, 'replayed_at', v_now)),
-         status          = 'PENDING',
-         generation      = p_new_generation,
-         attempts        = 0,
-         max_attempts    = null,
-         snoozes         = 0,
-         lapses          = 0,
-         alone           = false,
-         next_run_at     = v_now,
-         last_error      = null,
-         last_failure    = null,
-         first_failed_at = null,
-         completed_at    = null,
-         claim_token     = null,
-         alert_id        = null,
-         alerted_at      = null
-   where o.event_id = v_event_id
-  returning o.topic into v_topic;
-  perform pulse.outbox_wake(array[v_topic]);
 end
 $$;
 
@@ -1361,37 +1441,95 @@ create function pulse.outbox_discard(
 returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+as $$
+begin
+  perform pulse.check_discard(p_reason, p_discarded_by);
+  if pulse.hold_event(event_id, '{PENDING, RETRYING, DEAD_LETTERED}', 'discarded', p_request) then
+    perform pulse.discard_held(array[event_id], p_reason, p_discarded_by, p_request, coalesce(p_now, clock_timestamp()));
+  end if;
+end
+$$;
+
+-- Locks dead letters, the oldest first and no more than p_limit; those that somebody else has locked are passed over.
+-- By topic, and if given by error class ('' where there is none) and time of death; or by their ids.
+-- Those that this very request has changed already are left out: none is replayed twice by one request.
+create function pulse.hold_dead(
+  p_topic text, p_error_class text, p_since timestamptz, p_until timestamptz, p_limit integer, p_event_ids uuid[], p_request uuid)
+returns uuid[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
+set enable_bitmapscan = off
 set jit = off
 as $$
-#variable_conflict use_column
-declare
-  v_event_id uuid := outbox_discard.event_id;
-  v_now      timestamptz;
-  v_key      text;
 begin
-  if coalesce(p_reason, '') = '' then
-    raise exception 'reason must say why the event must not run' using errcode = 'PO003';
-  elsif coalesce(p_discarded_by, '') = '' then
-    raise exception 'discarded_by must say who discards' using errcode = 'PO003';
+  if p_limit is null or p_limit not between 1 and 10000 then
+    raise exception 'limit must be from 1 to 10000: call again for more' using errcode = 'PO003';
+  elsif p_event_ids is not null then
+    return array(
+      select o.event_id
+        from pulse.outbox o
+       where o.event_id = any (p_event_ids)
+         and o.status = 'DEAD_LETTERED'
+         and (p_topic is null or o.topic = p_topic)
+         and (p_error_class is null or coalesce(o.last_failure ->> 'error_class', '') = p_error_class)
+         and (p_since is null or o.completed_at >= p_since)
+         and (p_until is null or o.completed_at < p_until)
+         and (p_request is null or o.failure_history -> -1 ->> 'request' is distinct from p_request::text)
+       limit p_limit
+         for update skip locked);
+  elsif p_topic is null then
+    raise exception 'topic must be named' using errcode = 'PO003';
   end if;
-  if not pulse.hold_event(v_event_id, '{PENDING, RETRYING, DEAD_LETTERED}', 'discarded', p_request) then
-    return;
-  end if;
+  return array(
+    select o.event_id
+      from pulse.outbox o
+     where o.status = 'DEAD_LETTERED'
+       and o.topic = p_topic
+       and o.completed_at >= coalesce(p_since, '-infinity')
+       and o.completed_at < coalesce(p_until, 'infinity')
+       and (p_error_class is null or coalesce(o.last_failure ->> 'error_class', '') = p_error_class)
+       and (p_request is null or o.failure_history -> -1 ->> 'request' is distinct from p_request::text)
+     order by o.topic, o.completed_at
+     limit p_limit
+       for update skip locked);
+end
+$$;
 
-  v_now := coalesce(p_now, clock_timestamp());
-  update pulse.outbox o
-     set failure_history = o.failure_history || jsonb_build_array(
-                             pulse.failure_cycle(o, p_request) || jsonb_build_object(
-                               'discarded_by', p_discarded_by, 'discarded_at', v_now, 'reason', p_reason)),
-         status          = 'DISCARDED',
-         completed_at    = v_now,
-         parked          = false
-   where o.event_id = v_event_id
-  returning o.ordering_key into v_key;
-  if v_key is not null then
-    perform pulse.unpark(array[v_key], v_now);
-  end if;
+-- outbox_replay for many: how many it replayed. In one go, or, with the bug still there, that many deaths: try one first.
+-- Called again and again it comes to those that died again; p_until, the time at which you began, keeps it from that.
+create function pulse.outbox_replay_many(
+  p_topic text, p_error_class text, p_since timestamptz, p_until timestamptz, p_limit integer, p_new_generation bigint, p_replayed_by text,
+  p_event_ids uuid[] default null, p_request uuid default null, p_now timestamptz default null)
+returns integer
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_held uuid[];
+begin
+  perform pulse.check_replay(p_new_generation, p_replayed_by);
+  v_held := pulse.hold_dead(p_topic, p_error_class, p_since, p_until, p_limit, p_event_ids, p_request);
+  perform pulse.replay_held(v_held, p_new_generation, p_replayed_by, p_request, coalesce(p_now, clock_timestamp()));
+  return cardinality(v_held);
+end
+$$;
+
+-- outbox_discard for many dead letters: how many it discarded.
+create function pulse.outbox_discard_many(
+  p_topic text, p_error_class text, p_since timestamptz, p_until timestamptz, p_limit integer, p_reason text, p_discarded_by text,
+  p_event_ids uuid[] default null, p_request uuid default null, p_now timestamptz default null)
+returns integer
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_held uuid[];
+begin
+  perform pulse.check_discard(p_reason, p_discarded_by);
+  v_held := pulse.hold_dead(p_topic, p_error_class, p_since, p_until, p_limit, p_event_ids, p_request);
+  perform pulse.discard_held(v_held, p_reason, p_discarded_by, p_request, coalesce(p_now, clock_timestamp()));
+  return cardinality(v_held);
 end
 $$;
 
@@ -1489,7 +1627,7 @@ select o.event_id,
        o.topic,
        o.completed_at as dead_lettered_at,
        o.attempts,
-       o.last_failure ->> 'error_class' as error_class,
+       coalesce(o.last_failure ->> 'error_class', '') as error_class,
        o.last_error,
        o.last_failure ->> 'rule' as rule,
        o.last_failure ->> 'handler' as handler,
@@ -1507,22 +1645,184 @@ select o.event_id,
  where o.status = 'DEAD_LETTERED';
 comment on view pulse.dead_letter is 'What died and why, without payloads.';
 
+create view pulse.dead_kind as
+select o.topic,
+       coalesce(o.last_failure ->> 'error_class', '') as error_class,
+       count(*) as dead,
+       min(o.completed_at) as first_died_at,
+       max(o.completed_at) as last_died_at,
+       array_agg(distinct o.generation) as generations,
+       count(*) filter (where o.failure_history <> '[]') as died_before,
+       count(*) filter (where o.alerted_at is null) as alerts_owed,
+       (array_agg(o.last_error order by o.completed_at desc))[1] as last_error
+  from pulse.outbox o
+ where o.status = 'DEAD_LETTERED'
+ group by o.topic, coalesce(o.last_failure ->> 'error_class', '');
+comment on view pulse.dead_kind is
+  'Dead letters by kind: one kind is one topic and error class, and most often one bug. died_before: replayed earlier, and dead again.';
+
+create view pulse.dispatcher_status as
+select d.worker,
+       d.last_seen_at > clock_timestamp() - d.lease as alive,
+       d.host,
+       d.pid,
+       d.version,
+       d.topics,
+       d.generations,
+       d.in_flight,
+       d.completed,
+       d.rate,
+       clock_timestamp() - d.last_seen_at as last_seen,
+       d.started_at,
+       d.last_seen_at
+  from pulse.dispatcher d;
+comment on view pulse.dispatcher_status is
+  'Who runs events. alive: seen within its lease. rate: completed per second. generations null: all. Those not seen for ten leases are forgotten.';
+
+-- Unfinished work by topic and generation. By the partial indexes, each with its own condition: completed rows are not looked at.
+create function pulse.count_topics()
+returns table (topic text, generation bigint, due bigint, later bigint, parked bigint, running bigint, retrying bigint, dead bigint,
+               oldest_due timestamptz, oldest_claim timestamptz)
+language sql stable
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set jit = off
+as $$
+  select o.topic, o.generation,
+         count(*) filter (where o.next_run_at <= statement_timestamp()),
+         count(*) filter (where o.next_run_at > statement_timestamp()),
+         0, 0, count(*) filter (where o.status = 'RETRYING'), 0,
+         min(o.next_run_at) filter (where o.next_run_at <= statement_timestamp()), null::timestamptz
+    from pulse.outbox o
+   where o.status in ('PENDING', 'RETRYING')
+     and not o.parked
+   group by o.topic, o.generation
+   union all
+  select o.topic, o.generation, 0, 0, count(*), 0, count(*) filter (where o.status = 'RETRYING'), 0, null, null
+    from pulse.outbox o
+   where o.ordering_key is not null
+     and (o.status in ('PENDING', 'RETRYING', 'RUNNING') or (o.status = 'DEAD_LETTERED' and o.holds_key))
+     and o.parked
+   group by o.topic, o.generation
+   union all
+  select o.topic, o.generation, 0, 0, 0, count(*), 0, 0, null, min(o.claimed_at)
+    from pulse.outbox o
+   where o.status = 'RUNNING'
+   group by o.topic, o.generation
+   union all
+  select o.topic, o.generation, 0, 0, 0, 0, 0, count(*), null, null
+    from pulse.outbox o
+   where o.status = 'DEAD_LETTERED'
+   group by o.topic, o.generation
+$$;
+
 create view pulse.topic_status as
-select w.topic,
-       count(*) filter (where w.status in ('PENDING', 'RETRYING') and not w.parked and w.next_run_at <= clock_timestamp()) as due,
-       count(*) filter (where w.status in ('PENDING', 'RETRYING') and not w.parked and w.next_run_at > clock_timestamp()) as later,
-       count(*) filter (where w.parked) as parked,
-       count(*) filter (where w.status = 'RUNNING') as running,
-       count(*) filter (where w.status = 'RETRYING') as retrying,
-       count(*) filter (where w.status = 'DEAD_LETTERED') as dead,
-       clock_timestamp() - min(w.next_run_at) filter (
-         where w.status in ('PENDING', 'RETRYING') and not w.parked and w.next_run_at <= clock_timestamp()) as oldest_wait,
-       (select p.reason from pulse.pause p where p.topic is null or p.topic = w.topic limit 1) as paused,
-       array(select d.worker from pulse.dispatcher d where w.topic = any (d.topics) order by d.worker) as served_by
-  from pulse.outbox w
- where w.status in ('PENDING', 'RETRYING', 'RUNNING', 'DEAD_LETTERED')
- group by w.topic;
-comment on view pulse.topic_status is 'Unfinished work by topic, and who serves it.';
+with counted as materialized (
+  select * from pulse.count_topics()
+), living as materialized (
+  select * from pulse.dispatcher_status where alive
+), named as (
+  select topic collate "C" as topic from counted
+   union
+  select unnest(topics) collate "C" from living
+   union
+  select p.topic from pulse.pause p where p.topic is not null
+)
+select n.topic,
+       coalesce(sum(c.due), 0)::bigint as due,
+       coalesce(sum(c.later), 0)::bigint as later,
+       coalesce(sum(c.parked), 0)::bigint as parked,
+       coalesce(sum(c.running), 0)::bigint as running,
+       coalesce(sum(c.retrying), 0)::bigint as retrying,
+       coalesce(sum(c.dead), 0)::bigint as dead,
+       clock_timestamp() - min(c.oldest_due) as oldest_wait,
+       clock_timestamp() - min(c.oldest_claim) as longest_running,
+       (select p.reason from pulse.pause p where p.topic is null or p.topic = n.topic order by p.topic limit 1) as paused,
+       array(select d.worker from living d where n.topic = any (d.topics) order by d.worker) as served_by,
+       coalesce(sum(c.due + c.later + c.parked) filter (
+         where not exists (
+           select 1
+             from living d
+            where c.topic = any (d.topics)
+              and (d.generations is null or c.generation = 0 or c.generation = any (d.generations)))), 0)::bigint as unserved
+  from named n
+  left join counted c on c.topic = n.topic
+ group by n.topic;
+comment on view pulse.topic_status is
+  'Unfinished work by topic, and who serves it. due, later and parked hold what waits; retrying: those of them that have failed. unserved: those of them whose topic and generation no living dispatcher serves.';
+
+-- Ordering keys that do not move by themselves: behind a dead letter that holds its key, or behind a parked head, which a
+-- dispatcher heals within seconds. waiting counts no further than 1,000. Parked heads are looked for among p_keys keys.
+create function pulse.blocked_keys(p_keys integer default 20000)
+returns table (ordering_key text, event_id uuid, topic text, status pulse.status, why text, since timestamptz, waiting bigint)
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+set jit = off
+as $$
+#variable_conflict use_column
+declare
+  v_key  text := '';
+  v_head record;
+begin
+  return query
+  select d.ordering_key, d.event_id, d.topic, d.status, 'dead letter'::text, d.completed_at, w.waiting
+    from pulse.outbox d
+   cross join lateral (
+           select count(*) as waiting
+             from (select 1
+                     from pulse.outbox f
+                    where f.ordering_key = d.ordering_key
+                      and (f.status in ('PENDING', 'RETRYING', 'RUNNING') or (f.status = 'DEAD_LETTERED' and f.holds_key))
+                      and f.seq > d.seq
+                    limit 1000) as followers) as w
+   where d.status = 'DEAD_LETTERED'
+     and d.ordering_key is not null
+     and d.holds_key
+     and w.waiting > 0
+     and not exists (
+           select 1
+             from pulse.outbox h
+            where h.ordering_key = d.ordering_key
+              and (h.status in ('PENDING', 'RETRYING', 'RUNNING') or (h.status = 'DEAD_LETTERED' and h.holds_key))
+              and h.seq < d.seq);
+
+  for v_step in 1 .. p_keys loop
+    select o.ordering_key, o.event_id, o.topic, o.status, o.parked, o.next_run_at
+      into v_head
+      from pulse.outbox o
+     where o.ordering_key > v_key
+       and (o.status in ('PENDING', 'RETRYING', 'RUNNING') or (o.status = 'DEAD_LETTERED' and o.holds_key))
+     order by o.ordering_key, o.seq
+     limit 1;
+    exit when not found;
+    v_key := v_head.ordering_key;
+    if v_head.parked then
+      ordering_key := v_head.ordering_key;
+      event_id := v_head.event_id;
+      topic := v_head.topic;
+      status := v_head.status;
+      why := 'parked head';
+      since := v_head.next_run_at;
+      waiting := (
+        select count(*)
+          from (select 1
+                  from pulse.outbox f
+                 where f.ordering_key = v_head.ordering_key
+                   and (f.status in ('PENDING', 'RETRYING', 'RUNNING') or (f.status = 'DEAD_LETTERED' and f.holds_key))
+                 limit 1001) as followers) - 1;
+      return next;
+    end if;
+  end loop;
+end
+$$;
+
+create view pulse.blocked_key as
+select * from pulse.blocked_keys();
+comment on view pulse.blocked_key is
+  'Ordering keys that wait for a person: replay or discard the event that is named. waiting: how many wait behind it, at most 1000.';
 
 ------------------------------------------------------------------------------------------------------------------------
 -- Who may call what
@@ -1568,7 +1868,7 @@ begin
       pulse.outbox_reap(integer, interval, boolean, timestamptz),
       pulse.outbox_heal(text, integer, timestamptz),
       pulse.outbox_prune(interval, bigint, integer, boolean, timestamptz),
-      pulse.dispatcher_seen(text, text, integer, text, text[], bigint[], integer, boolean, interval, timestamptz),
+      pulse.dispatcher_seen(text, text, integer, text, text[], bigint[], integer, boolean, interval, bigint, timestamptz),
       pulse.dispatcher_gone(text)
       to pulse_dispatcher;
   end if;
@@ -1580,6 +1880,10 @@ begin
       pulse.outbox_lanes(text[], bigint[], timestamptz),
       pulse.outbox_replay(uuid, bigint, text, uuid, timestamptz),
       pulse.outbox_discard(uuid, text, text, uuid, timestamptz),
+      pulse.outbox_replay_many(text, text, timestamptz, timestamptz, integer, bigint, text, uuid[], uuid, timestamptz),
+      pulse.outbox_discard_many(text, text, timestamptz, timestamptz, integer, text, text, uuid[], uuid, timestamptz),
+      pulse.count_topics(),
+      pulse.blocked_keys(integer),
       pulse.outbox_pause(text, text, text, timestamptz),
       pulse.outbox_resume(text, text),
       pulse.outbox_prune(interval, bigint, integer, boolean, timestamptz)

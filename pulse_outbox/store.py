@@ -378,9 +378,10 @@ class Store:
         in_flight: int,
         sleeping: bool,
         lease: timedelta,
+        completed: int = 0,
         now: datetime | None = None,
     ) -> None:
-        """Says that this dispatcher is alive, and whether producers must wake it."""
+        """Says that this dispatcher is alive, and whether producers must wake it. *completed*: since it started."""
         await self._call(
             "dispatcher_seen",
             self._storage,
@@ -393,6 +394,7 @@ class Store:
             p_in_flight=in_flight,
             p_sleeping=sleeping,
             p_lease=lease,
+            p_completed=completed,
             p_now=now,
         )
 
@@ -521,6 +523,7 @@ _TYPES = {
     "p_pid": "integer",
     "p_in_flight": "integer",
     "p_page": "bigint",
+    "p_completed": "bigint",
     "p_new_generation": "bigint",
     "p_now": "timestamptz",
     "p_token": "uuid",

@@ -446,6 +446,7 @@ class Dispatcher:
             in_flight=len(self._in_flight),
             sleeping=sleeping and settings.notify,
             lease=settings.lease_time,
+            completed=self._tally.completed,
         )
         self._said_sleeping = sleeping
 

@@ -21,6 +21,7 @@ MAY_CALL = {
     },
     "pulse_operator": {
         "outbox_lanes", "outbox_replay", "outbox_discard", "outbox_pause", "outbox_resume", "outbox_prune",
+        "outbox_replay_many", "outbox_discard_many", "count_topics", "blocked_keys",
     },
 }  # fmt: skip
 
@@ -110,7 +111,10 @@ def test_reading_is_for_those_who_need_it(as_role, outbox, role, reads):
         "dispatcher",
         "sweep",
         "dead_letter",
+        "dead_kind",
         "topic_status",
+        "dispatcher_status",
+        "blocked_key",
     }
     for table in tables - reads:
         denied(calls, f"select * from pulse.{table}")
@@ -200,7 +204,10 @@ def test_operator_does_his_work(as_role, outbox):
     for name in (
         "outbox",
         "dead_letter",
+        "dead_kind",
         "topic_status",
+        "dispatcher_status",
+        "blocked_key",
         "pause",
         "dispatcher",
         "migration",
