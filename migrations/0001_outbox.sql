@@ -23,6 +23,7 @@
 --               outbox_lapse     RUNNING -> as record_failure decides, when a worker's child has died
 --               outbox_reap      the same for every lease that has run out: the watchdog
 --               outbox_heal      ordering keys that a race left without a claimable head
+--               outbox_next_alert  what died and was not alerted: the next alert to send, outbox_pay_alert when it has arrived
 --               dispatcher_*     who is alive
 --   operators   outbox_replay, outbox_discard, outbox_pause, outbox_resume, outbox_prune
 --               outbox_replay_many, outbox_discard_many  dead letters by topic, error class and time, no more than asked for
@@ -93,6 +94,7 @@ create table pulse.outbox (
   lease_until           timestamptz,
   completed_at          timestamptz,
   alerted_at            timestamptz,
+  alert_id              uuid,
   claimed_at            timestamptz,                         -- the newest claim; kept when it ends
   topic                 text         not null collate "C",
   ordering_key          text         collate "C",
@@ -109,7 +111,7 @@ create table pulse.outbox (
   last_error            text,
   last_failure          jsonb,
   failure_history       jsonb        not null default '[]',
-  alert_id              uuid,
+  alert_offered_at      timestamptz,                         -- when its alert was last given to a dispatcher to send
 
   constraint outbox_pkey primary key (event_id),
   constraint outbox_lease_means_running check (
@@ -158,10 +160,10 @@ create index outbox_keys on pulse.outbox (ordering_key, seq)
 create unique index outbox_one_running_per_key on pulse.outbox (ordering_key)
   where ordering_key is not null and status = 'RUNNING';
 
--- Dead letters by topic and time, and those whose alert is still owed.
+-- Dead letters by topic and time, and those whose alert is still owed: by alert, and last those that have none yet.
 create index outbox_dead on pulse.outbox (topic, completed_at)
   where status = 'DEAD_LETTERED';
-create index outbox_alerts_owed on pulse.outbox (completed_at)
+create index outbox_alerts_owed on pulse.outbox (alert_id, completed_at)
   where status = 'DEAD_LETTERED' and alerted_at is null;
 
 -- A job writes its row three times in a few milliseconds. Without these settings autovacuum would come after a fifth of the
@@ -1218,6 +1220,181 @@ begin
 end
 $$;
 
+-- The next alert to send, if one is owed: the dead letters of one kind (topic and class of error) that nobody has alerted yet,
+-- as one, with the first of them as the example. Its id is on the rows before anybody sends it, so that whoever has to send it
+-- again, because the sender died or was not heard, sends the same one. It is lent for p_lease: until then nobody else gets it.
+-- What has waited longest comes first, so that an alert which can't be delivered holds up no other.
+--
+-- p_quiet_*   kinds that the caller has alerted a moment ago: their later deaths gather until it asks without these.
+-- p_limit     how many rows that have no alert yet are looked at, which is also the most that one alert can stand for.
+create function pulse.outbox_next_alert(
+  p_lease         interval    default '20 seconds',
+  p_quiet_topics  text[]      default '{}',
+  p_quiet_classes text[]      default '{}',
+  p_limit         integer     default 10000,
+  p_now           timestamptz default null
+) returns table (alert_id uuid, topic text, error_class text, count bigint, event_id uuid, source text, target text,
+                 handler_name text, last_error text, attempts integer, verdict text, rule text, first_failed_at timestamptz,
+                 dead_lettered_at timestamptz, last_dead_lettered_at timestamptz)
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+set jit = off
+set lock_timeout = '2s'
+set plan_cache_mode = force_generic_plan
+as $$
+#variable_conflict use_column
+declare
+  v_now     timestamptz;
+  v_id      uuid := '00000000-0000-0000-0000-000000000000';
+  v_row     tid;
+  v_offered timestamptz;
+  v_alert   uuid;
+  v_head    tid;
+  v_waited  timestamptz;
+  v_topic   text;
+  v_class   text;
+  v_died    timestamptz;
+  v_rows    tid[];
+begin
+  -- One at a time: two at once would share the dead of one sweep between two alerts.
+  perform pg_advisory_xact_lock(hashtextextended('pulse.outbox_next_alert', 0));
+  v_now := coalesce(p_now, clock_timestamp());
+
+  -- Alerts that were lent and not paid: from one id to the next in the index. The first row of each keeps the time.
+  -- A time of the future was written under another clock, before a failover.
+  loop
+    select o.alert_id, o.ctid, o.alert_offered_at
+      into v_id, v_row, v_offered
+      from pulse.outbox o
+     where o.status = 'DEAD_LETTERED'
+       and o.alerted_at is null
+       and o.alert_id > v_id
+     order by o.alert_id, o.completed_at
+     limit 1;
+    exit when not found;
+    if (v_offered < v_now - p_lease or v_offered > v_now) and (v_waited is null or v_offered < v_waited) then
+      perform
+         from pulse.outbox o
+        where o.ctid = v_row
+          and o.status = 'DEAD_LETTERED'
+          and o.alerted_at is null
+          for update skip locked;
+      if found then
+        v_alert := v_id;
+        v_head := v_row;
+        v_waited := v_offered;
+      end if;
+    end if;
+  end loop;
+
+  loop
+    select d.topic, d.error_class, d.completed_at
+      into v_topic, v_class, v_died
+      from (
+        select o.alert_id, o.completed_at, o.topic, coalesce(o.last_failure ->> 'error_class', '') as error_class
+          from pulse.outbox o
+         where o.status = 'DEAD_LETTERED'
+           and o.alerted_at is null
+           and o.alert_id is null
+         order by o.alert_id, o.completed_at
+         limit p_limit) as d
+     where not exists (
+             select 1
+               from unnest(p_quiet_topics, p_quiet_classes) as q (topic, error_class)
+              where q.topic = d.topic
+                and q.error_class = d.error_class)
+     order by d.alert_id, d.completed_at
+     limit 1;
+
+    if v_alert is not null and (v_topic is null or v_waited < v_died) then
+      update pulse.outbox o
+         set alert_offered_at = v_now
+       where o.ctid = v_head;
+      exit;
+    elsif v_topic is null then
+      return;
+    end if;
+
+    v_rows := array(
+      select o.ctid
+        from pulse.outbox o
+       where o.ctid = any (array(
+               select d.ctid
+                 from (
+                   select o.ctid, o.topic, coalesce(o.last_failure ->> 'error_class', '') as error_class
+                     from pulse.outbox o
+                    where o.status = 'DEAD_LETTERED'
+                      and o.alerted_at is null
+                      and o.alert_id is null
+                    order by o.alert_id, o.completed_at
+                    limit p_limit) as d
+                where d.topic = v_topic
+                  and d.error_class = v_class))
+         and o.status = 'DEAD_LETTERED'
+         and o.alert_id is null
+         for update skip locked);
+    if cardinality(v_rows) > 0 then
+      v_alert := pulse.uuid7();
+      update pulse.outbox o
+         set alert_id = v_alert,
+             alert_offered_at = v_now
+       where o.ctid = any (v_rows);
+      exit;
+    end if;
+    -- Somebody holds all of them: on to the next kind.
+    p_quiet_topics := p_quiet_topics || v_topic;
+    p_quiet_classes := p_quiet_classes || v_class;
+  end loop;
+
+  return query
+  select o.alert_id, o.topic, coalesce(o.last_failure ->> 'error_class', ''), kind.count, o.event_id, o.source, o.target,
+         o.last_failure ->> 'handler', o.last_error, o.attempts, o.last_failure ->> 'verdict', o.last_failure ->> 'rule',
+         o.first_failed_at, o.completed_at, kind.last_died
+    from pulse.outbox o
+   cross join (
+           select count(*) as count, max(k.completed_at) as last_died
+             from pulse.outbox k
+            where k.status = 'DEAD_LETTERED'
+              and k.alerted_at is null
+              and k.alert_id = v_alert) as kind
+   where o.status = 'DEAD_LETTERED'
+     and o.alerted_at is null
+     and o.alert_id = v_alert
+   order by o.alert_id, o.completed_at
+   limit 1;
+end
+$$;
+
+-- An alert was accepted: its dead letters owe none any more. How many they were; 0 when it is paid already, or when all of them
+-- have been replayed or discarded meanwhile. A row that somebody holds stays owed, and the alert comes again under its id.
+create function pulse.outbox_pay_alert(p_alert_id uuid, p_now timestamptz default null) returns integer
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+set plan_cache_mode = force_generic_plan
+as $$
+declare
+  v_paid integer;
+begin
+  update pulse.outbox o
+     set alerted_at = coalesce(p_now, clock_timestamp())
+   where o.ctid = any (array(
+           select owed.ctid
+             from pulse.outbox owed
+            where owed.status = 'DEAD_LETTERED'
+              and owed.alerted_at is null
+              and owed.alert_id = p_alert_id
+              for update skip locked));
+  get diagnostics v_paid = row_count;
+  return v_paid;
+end
+$$;
+
 -- Says that a dispatcher is alive, and forgets those that have not said so for ten leases.
 -- p_completed: events since it started, from which its rate is taken.
 create function pulse.dispatcher_seen(
@@ -1380,6 +1557,7 @@ begin
            claimed_at      = null,
            claim_token     = null,
            alert_id        = null,
+           alert_offered_at = null,
            alerted_at      = null
      where o.event_id = any (p_event_ids)
     returning o.topic
@@ -1867,6 +2045,8 @@ begin
       pulse.outbox_lapse(uuid[], uuid[], text, timestamptz),
       pulse.outbox_reap(integer, interval, boolean, timestamptz),
       pulse.outbox_heal(text, integer, timestamptz),
+      pulse.outbox_next_alert(interval, text[], text[], integer, timestamptz),
+      pulse.outbox_pay_alert(uuid, timestamptz),
       pulse.outbox_prune(interval, bigint, integer, boolean, timestamptz),
       pulse.dispatcher_seen(text, text, integer, text, text[], bigint[], integer, boolean, interval, bigint, timestamptz),
       pulse.dispatcher_gone(text)

@@ -63,6 +63,7 @@ def test_replay_starts_a_new_cycle_in_place(outbox, t0):
         "completed_at",
         "claim_token",
         "alert_id",
+        "alert_offered_at",
         "alerted_at",
     )
     assert [row[name] for name in cleared] == [None] * len(cleared)
