@@ -770,7 +770,8 @@ $$;
 -- p_lanes     lanes to take from, in this order, as outbox_lanes gave them, each with the position to start at and the
 --             quota of its topic, which all lanes of the topic share and which must stand together:
 --             [{"topic", "generation", "lapses", "priority", "quota", "next_run_at", "seq"}]. A caller that remembers
---             where it was skips what vacuum could not remove yet. Null: all lanes there are, fair between topics.
+--             where it was skips what vacuum could not remove yet. Null: all lanes there are, fair between topics;
+--             with p_lapses only those of events whose lease has lapsed so often.
 -- p_fresh     the caller is certain that this token was never sent before; saves the look for its rows.
 -- p_alone     the caller will run these with nothing beside them (what lapsed twice is always run so).
 create function pulse.outbox_claim(
@@ -783,6 +784,7 @@ create function pulse.outbox_claim(
   p_generations bigint[]    default null,
   p_slots       integer     default null,
   p_lanes       jsonb       default null,
+  p_lapses      smallint    default null,
   p_fresh       boolean     default false,
   p_alone       boolean     default false,
   p_now         timestamptz default null
@@ -841,7 +843,8 @@ begin
            count(distinct l.topic)
       into v_lanes, v_topics
       from pulse.outbox_lanes(p_topics, p_generations) as l
-     where l.next_run_at <= v_now;
+     where l.next_run_at <= v_now
+       and (p_lapses is null or l.lapses = p_lapses);
   end if;
 
   -- One round over the lanes that the caller named. Without any: rounds in which every topic gets an equal share.
@@ -2036,7 +2039,7 @@ begin
       pulse.outbox_wake(text[]),
       pulse.outbox_enqueue(text, jsonb, text, text, jsonb, smallint, timestamptz, integer, bigint, text, text, uuid, text, timestamptz),
       pulse.outbox_lanes(text[], bigint[], timestamptz),
-      pulse.outbox_claim(uuid, text, text[], integer, interval, integer[], bigint[], integer, jsonb, boolean, boolean, timestamptz),
+      pulse.outbox_claim(uuid, text, text[], integer, interval, integer[], bigint[], integer, jsonb, smallint, boolean, boolean, timestamptz),
       pulse.outbox_heartbeat(uuid[], uuid[], interval, timestamptz),
       pulse.outbox_complete(uuid[], uuid[], boolean, timestamptz),
       pulse.outbox_fail(uuid[], uuid[], text[], jsonb[], interval[], boolean[], timestamptz),

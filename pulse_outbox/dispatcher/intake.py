@@ -11,7 +11,7 @@ from uuid import uuid4
 import structlog
 
 from pulse_outbox.dispatcher.jobs import Job, Released
-from pulse_outbox.dispatcher.lanes import Lanes
+from pulse_outbox.dispatcher.lanes import ClaimPlan, Lanes
 from pulse_outbox.dispatcher.transactions import POOL_SIZE as TRANSACTIONS
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from pulse_outbox.dispatcher.jobs import InFlight
-    from pulse_outbox.dispatcher.lanes import ClaimPlan, LaneKey
+    from pulse_outbox.dispatcher.lanes import LaneKey
     from pulse_outbox.dispatcher.running import Slots
     from pulse_outbox.dispatcher.settings import DispatcherSettings
     from pulse_outbox.dispatcher.settling import Settler
@@ -83,6 +83,7 @@ class Intake:
         self._settings = settings
         self._handlers = handlers
         self._topics = sorted(handlers)
+        self._limited = any(handler.concurrency or handler.transactional for handler in handlers.values())
         self._transactional = [topic for topic in self._topics if handlers[topic].transactional]
         self._budgets = [handlers[topic].retry.max_attempts for topic in self._topics]
         self._in_flight = in_flight
@@ -157,12 +158,19 @@ class Intake:
         if wanted < 1:
             await self._wait_for_room()
             return None
+        if self._relist and not self._limited:
+            # Woken: one call may be enough, since the claim lists the lanes by itself.
+            self._relist = False
+            return self._call_of(ClaimPlan(limit=wanted, lanes=None, keys=[], quotas={}))
         if self._relist or time.monotonic() >= self._listed_at + self._listing_interval:
             await self._list()
         plan = self._lanes.plan(wanted, self._room_of, time.monotonic())
         if plan is None or self._holds:
             await self._rest()
             return None
+        return self._call_of(plan)
+
+    def _call_of(self, plan: ClaimPlan) -> _ClaimCall:
         return _ClaimCall(plan=plan, token=uuid4(), slots=self._slots.free, at=time.monotonic())
 
     async def _claim(self, call: _ClaimCall, *, fresh: bool) -> None:
@@ -178,7 +186,9 @@ class Intake:
                     lease=self._settings.lease_time,
                     budgets=self._budgets,
                     slots=call.slots,
+                    generations=self._settings.generations,
                     lanes=call.plan.lanes,
+                    lapses=0,
                     token=call.token,
                     fresh=fresh,
                 )

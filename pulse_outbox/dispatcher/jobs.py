@@ -103,6 +103,9 @@ def apart(jobs: Iterable[Job]) -> list[list[Job]]:
 
     An answer names the event, and a process may still run an old claim of an event that it has claimed again.
     """
+    jobs = list(jobs)
+    if len({job.claim.event_id.int for job in jobs}) == len(jobs):
+        return [jobs] if jobs else []  # nearly always
     groups: list[dict[UUID, Job]] = []
     for job in jobs:
         for group in groups:

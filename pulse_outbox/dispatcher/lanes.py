@@ -8,6 +8,8 @@ listed anew: at least once a second under load, and before every sleep.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from pulse_outbox.store import Claim, Lane
+
+
+_lane_of = attrgetter("topic", "generation", "lapses", "priority")
 
 
 class LaneKey(NamedTuple):
@@ -41,7 +46,8 @@ class ClaimPlan:
     """One claim call: the lanes in order, and the quota of each topic, which its lanes share."""
 
     limit: int
-    lanes: list[dict[str, Any]]
+    lanes: list[dict[str, Any]] | None
+    """None: whatever there is, without a listing."""
     keys: list[LaneKey]
     quotas: dict[str, int]
 
@@ -98,11 +104,12 @@ class Lanes:
     def note(self, plan: ClaimPlan, claims: Sequence[Claim]) -> None:
         """Moves the lanes on after a claim (whose rows come in order)."""
         taken: dict[LaneKey, int] = {}
-        for claim in claims:
-            key = LaneKey(claim.topic, claim.generation, claim.lapses, claim.priority)
-            taken[key] = taken.get(key, 0) + 1
-            if place := self._places.get(key):
-                place.next_run_at, place.seq = claim.next_run_at, claim.seq + 1
+        for key, of_lane in groupby(claims, key=_lane_of):
+            rows = list(of_lane)
+            lane = LaneKey(*key)
+            taken[lane] = taken.get(lane, 0) + len(rows)
+            if place := self._places.get(lane):
+                place.next_run_at, place.seq = rows[-1].next_run_at, rows[-1].seq + 1
         if len(claims) >= plan.limit:
             return
         left = dict(plan.quotas)

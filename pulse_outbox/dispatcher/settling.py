@@ -109,7 +109,7 @@ class Settler:
             await self._isolate(part, error)
             return
         for outcome in part:
-            self._answered(outcome, answers.get(outcome.job.claim.event_id))
+            self._answered(outcome, answers.get(outcome.job.claim.event_id) if answers else None)
 
     async def _isolate(self, part: list[Outcome], error: Exception) -> None:
         """The database refuses this batch for good: find the one that it refuses, and spare the others."""
