@@ -199,6 +199,38 @@ async def test_a_claim_under_way_when_it_is_told_to_stop(dsn, outbox: Outbox, ta
     assert (row.status, row.attempts, row.lapses) == ("PENDING", 0, 0)
 
 
+async def test_what_was_claimed_ahead_goes_back_before_a_slot_is_free(dsn, outbox: Outbox, table: Table):
+    """Slots that fall free while draining start nothing of what waited when the stop came."""
+    gate = asyncio.Event()
+    started = 0
+
+    @outbox.handler("job")
+    async def job(event: Event) -> None:
+        nonlocal started
+        started += 1
+        if started > 300:
+            await gate.wait()
+
+    await table.enqueue_many(outbox, [NewEvent("job", {}) for _ in range(2000)])
+    async with dispatching(outbox, dsn, concurrency=10) as dispatcher:
+
+        async def slots_are_full_and_more_waits() -> bool:
+            return started == 310 and dispatcher._slots.waiting > 0
+
+        await wait_until_async(slots_are_full_and_more_waits)
+        dispatcher.stop()
+
+        async def stopping() -> bool:
+            return bool(dispatcher._intake._holds)
+
+        await wait_until_async(stopping)
+        gate.set()
+
+    assert started == 310
+    assert await table.count("status = 'COMPLETED' and attempts = 1") == 310
+    assert await table.count("status = 'PENDING' and attempts = 0") == 1690
+
+
 async def test_stopping_while_a_suspect_runs(dsn, outbox: Outbox, table: Table):
     """The suspect's end must not open the gates that the stop has closed."""
     started = []

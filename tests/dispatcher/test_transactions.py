@@ -233,8 +233,11 @@ async def test_dead_connections_in_the_pool_cost_no_attempt(
     assert await table.count("attempts > 1 or lapses > 0") == 0
 
 
-async def test_a_read_only_connection_does_not_stay_in_the_pool(dsn, outbox: Outbox, table: Table, handle):
+async def test_a_read_only_connection_does_not_stay_in_the_pool(
+    dsn, outbox: Outbox, table: Table, handle, monkeypatch
+):
     """FAULTS 11: after a failover the old server's connections are of no more use, though they live."""
+    monkeypatch.setattr("pulse_outbox.dispatcher.transactions.PATIENCE", 0.5)
     handle(
         "async", lambda event, conn: None, retry=RetryPolicy(max_attempts=9, base_delay=0.05, max_delay=0.05)
     )

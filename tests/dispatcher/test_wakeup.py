@@ -145,10 +145,18 @@ async def test_a_silent_listener_is_noticed_and_made_again(dsn, outbox: Outbox, 
 
 
 async def _listener(table: Table) -> list[tuple[int]]:
-    return await table.execute(
-        "select pid from pg_stat_activity "
-        "where application_name = 'pulse-outbox listen' and datname = current_database() and state = 'idle'"
-    )
+    """The process ids of those who listen, as soon as somebody does."""
+
+    async def listening() -> list[tuple[int]]:
+        return await table.execute(_LISTENERS)
+
+    return await wait_until_async(listening)
+
+
+_LISTENERS = (
+    "select pid from pg_stat_activity "
+    "where application_name = 'pulse-outbox listen' and datname = current_database() and state = 'idle'"
+)
 
 
 async def test_producers_do_not_notify_while_dispatchers_are_busy(dsn, outbox: Outbox, table: Table):

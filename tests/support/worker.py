@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -24,7 +25,8 @@ outbox = Outbox()
 
 
 def say(what: str, event: Event[Any]) -> None:
-    print(json.dumps({"what": what, "event": str(event.id), "seq": event.lease_seq}), flush=True)
+    line = json.dumps({"what": what, "event": str(event.id), "seq": event.lease_seq})
+    os.write(1, f"{line}\n".encode())  # in one piece, whichever threads and loggers write beside it
 
 
 @outbox.handler("sleeps")
