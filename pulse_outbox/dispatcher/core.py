@@ -31,7 +31,8 @@ from pulse_outbox.dispatcher.transactions import Transactions
 from pulse_outbox.dispatcher.wakeup import listen
 from pulse_outbox.errors import SettingsError
 from pulse_outbox.events import as_timedelta
-from pulse_outbox.store import CALL_TIMEOUT, Link, Store
+from pulse_outbox.link import CALL_TIMEOUT, Link
+from pulse_outbox.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Coroutine

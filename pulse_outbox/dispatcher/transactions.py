@@ -11,8 +11,8 @@ import psycopg
 from psycopg import sql
 from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
 
+from pulse_outbox.link import CALL_TIMEOUT, connection_string, shut_down
 from pulse_outbox.storage_retry import loses_connection
-from pulse_outbox.store import CALL_TIMEOUT, connection_string, shut_down
 
 if TYPE_CHECKING:
     from collections.abc import Callable

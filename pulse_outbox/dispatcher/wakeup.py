@@ -9,7 +9,7 @@ import psycopg
 import structlog
 from psycopg import sql
 
-from pulse_outbox.store import connection_string, shut_down
+from pulse_outbox.link import connection_string, shut_down
 
 if TYPE_CHECKING:
     from collections.abc import Callable

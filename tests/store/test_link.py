@@ -15,8 +15,9 @@ import pytest
 
 from pulse_outbox import EventNotFound, Outbox, SchemaError, TransitionRefused, embedded, schema
 from pulse_outbox.errors import BadArgument
+from pulse_outbox.link import Link
 from pulse_outbox.storage_retry import CallTimedOut, StorageRetries, StorageRetry
-from pulse_outbox.store import Failure, Link, Store
+from pulse_outbox.store import Failure, Store
 from tests.support.dispatching import Table
 from tests.support.proxy import proxied
 from tests.support.waiting import wait_until_async
