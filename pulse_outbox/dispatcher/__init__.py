@@ -1,7 +1,8 @@
 """The dispatcher: claims due events, runs their handlers, settles the results.
 
-Read `jobs` (a job and its outcome), then `lanes` and `intake` (what is claimed), `running` (how a handler is run),
-`settling` (how results are stored), `heart` (leases), `care` (watchdog and housekeeping), and `core`, which ties them.
+Read `jobs` (a job and its outcome), then `lanes` and `intake` (what is claimed), `running` and `slots` (how a handler
+is run), `settling` (how results are stored), `heart` (leases), `suspects` and `children` (jobs that may kill their
+worker), `care` (watchdog and housekeeping), and `core`, which ties them together.
 """
 
 from pulse_outbox.dispatcher.core import Dispatcher

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pulse_outbox.dispatcher.settings import DispatcherSettings
     from pulse_outbox.store import Store
 
@@ -25,20 +27,26 @@ PRUNE_PAUSE = 0.2
 PRUNE_ROUND_MAX = 3600.0
 
 
-async def watchdog(store: Store, settings: DispatcherSettings) -> None:
+async def watchdog(
+    store: Store, settings: DispatcherSettings, died: Callable[[], None] = lambda: None
+) -> None:
     """Sweeps for ever: leases that have run out are failures that nobody lived to report."""
     interval = settings.seconds("watchdog")
     for number in itertools.count():
         started = time.monotonic()
         full = number % FULL_SWEEP_EVERY == 0
-        while await sweep(store, settings, full=full) == REAP_LIMIT:
+        while await sweep(store, settings, full=full, died=died) == REAP_LIMIT:
             full = True  # there are more, and they stand where this sweep began
         await asyncio.sleep(max(0.05, interval - (time.monotonic() - started)))
 
 
-async def sweep(store: Store, settings: DispatcherSettings, *, full: bool) -> int:
-    """One sweep; how many leases it found."""
+async def sweep(
+    store: Store, settings: DispatcherSettings, *, full: bool, died: Callable[[], None] = lambda: None
+) -> int:
+    """One sweep; how many leases it found. *died* is called when there is a dead letter among them."""
     reaped = await store.reap(limit=REAP_LIMIT, lease=settings.lease_time, full=full)
+    if any(event.answer == "DEAD_LETTERED" for event in reaped):
+        died()
     for event in reaped:
         log.warning(
             "outbox.reaped",

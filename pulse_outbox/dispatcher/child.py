@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from pulse_outbox.dispatcher import sentry
 from pulse_outbox.dispatcher.jobs import Job, Over, Released
-from pulse_outbox.dispatcher.running import Runner, Slots
+from pulse_outbox.dispatcher.running import Runner
+from pulse_outbox.dispatcher.slots import Slots
 from pulse_outbox.dispatcher.transactions import Transactions
 from pulse_outbox.dispatcher.wire import CHUNK, Lines, decode, decode_claim, encode, encode_outcome
 from pulse_outbox.failures import describe_error

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from pulse_outbox.dispatcher.jobs import Job, Lapsed, Released
-from pulse_outbox.dispatcher.running import CANCEL_PATIENCE
+from pulse_outbox.dispatcher.slots import CANCEL_PATIENCE
 from pulse_outbox.dispatcher.wire import CHUNK, Lines, decode, decode_outcome, encode, encode_job
 
 if TYPE_CHECKING:

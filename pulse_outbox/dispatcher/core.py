@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, assert_never
 import structlog
 
 from pulse_outbox import __version__
+from pulse_outbox.alerts import Alerts
 from pulse_outbox.dispatcher import care, sentry
 from pulse_outbox.dispatcher.children import ChildSuspects
 from pulse_outbox.dispatcher.health import Health
@@ -22,9 +23,10 @@ from pulse_outbox.dispatcher.heart import Heart
 from pulse_outbox.dispatcher.intake import STOPPING, Intake
 from pulse_outbox.dispatcher.jobs import Completed, Failed, InFlight, Lapsed, Over, Released, Snoozed
 from pulse_outbox.dispatcher.loops import keep_going
-from pulse_outbox.dispatcher.running import Runner, Slots, job_fields
+from pulse_outbox.dispatcher.running import Runner, job_fields
 from pulse_outbox.dispatcher.settings import DispatcherSettings
 from pulse_outbox.dispatcher.settling import Settler
+from pulse_outbox.dispatcher.slots import Slots
 from pulse_outbox.dispatcher.state import Condition, Tally
 from pulse_outbox.dispatcher.suspects import LonelySuspects
 from pulse_outbox.dispatcher.transactions import Transactions
@@ -47,6 +49,8 @@ log = structlog.get_logger("pulse_outbox")
 
 FINAL_WRITES = 5.0
 """How long the last results may take to be stored once no handler runs any more, in seconds."""
+FINAL_ALERTS = 2.0
+"""How long the end waits for alerts of what has just died, in seconds; what is owed then, others pay."""
 SUMMARY_INTERVAL = 60.0
 LEAKED_PATIENCE = 1.0
 PAUSE_CHECK = 1.0
@@ -199,6 +203,13 @@ class Dispatcher:
             say_sleeping=lambda sleeping: self._say_alive(claim_store, sleeping=sleeping),
             suspects_due=lambda lanes: self._suspects.due(lanes),  # noqa: PLW0108  made after the intake
         )
+        self._alerts = Alerts(
+            await self._open_store("alerts", stack),
+            worker=settings.worker,
+            poll=settings.seconds("poll"),
+            hook=self.outbox.on_dead_letter,
+            redact=self.outbox.redact,
+        )
         self._suspects = await self._open_suspects(stack)
         heart = Heart(
             settings=settings,
@@ -238,7 +249,8 @@ class Dispatcher:
             "settle": self._settler.run,
             "shed": self._intake.shed,
             "suspects": self._suspects.run,
-            "watchdog": lambda: care.watchdog(care_store, settings),
+            "alerts": self._alerts.run,
+            "watchdog": lambda: care.watchdog(care_store, settings, self._alerts.wake),
             "heal": lambda: care.heal(care_store),
             "pause": lambda: self._release_paused(care_store),
             "summary": self._summarise,
@@ -282,6 +294,8 @@ class Dispatcher:
         writes_end = max(grace_ends, time.monotonic() + FINAL_WRITES)
         while not self._settler.idle and time.monotonic() < writes_end:
             await asyncio.sleep(0.01)
+        if not self._condition.complaints:
+            await self._alerts.finish(FINAL_ALERTS)
         self.abandoned = self._slots.running + self._runner.left_behind
         log.info(
             "outbox.stopped",
@@ -391,7 +405,9 @@ class Dispatcher:
                 self._intake.nothing_due.clear()
                 self._intake.wake()
             case Lapsed():
-                tally.dead += answer == "DEAD_LETTERED"
+                if answer == "DEAD_LETTERED":
+                    tally.dead += 1
+                    self._alerts.wake()
                 self._intake.nothing_due.clear()
                 self._intake.wake()
                 log.warning("outbox.lapsed", **job_fields(outcome.job), error=outcome.error, status=answer)
@@ -409,6 +425,7 @@ class Dispatcher:
             self._sentry.failed_attempt(fields)
         if died:
             self._tally.dead += 1
+            self._alerts.wake()
             log.error("outbox.dead_lettered", **fields)
         else:
             self._tally.retried += 1

@@ -1,17 +1,11 @@
-"""Running handlers: a fixed set of slots, each of which takes one job after the other.
-
-Slots are long-lived coroutines: a task for each job would cost a third of the throughput, a timeout object for each
-job a fifth. So deadlines are looked at together, a few times a second.
-"""
+"""Running one handler: the event is built, the function called, and whatever comes of it becomes an outcome."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import inspect
-import time
 import types
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import replace
@@ -29,7 +23,7 @@ from pulse_outbox.trace import HEADER as TRACE_HEADER
 from pulse_outbox.trace import trace_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Generator, Iterable
+    from collections.abc import Callable, Coroutine, Generator
     from random import Random
 
     from pulse_outbox.dispatcher.sentry import Sentry
@@ -42,16 +36,6 @@ T = TypeVar("T")
 
 current_event: ContextVar[Event[Any] | None] = ContextVar("pulse_outbox_event", default=None)
 """The event that the running code works on; log lines take their context from it."""
-
-SLICE = 0.005
-"""How long slots may go on without giving the event loop a chance, in seconds."""
-DEADLINE_CHECK = 0.1
-CANCEL_PATIENCE = 2.0
-"""How long a cancelled handler may take to end before its result is settled without it."""
-
-
-class TimedOut(TimeoutError):
-    """The handler ran past its timeout."""
 
 
 class Runner:
@@ -248,204 +232,3 @@ def _trace_fields(headers: str) -> dict[str, str]:
     except (ValueError, RecursionError):
         return {}
     return trace_fields(decoded) if isinstance(decoded, dict) else {}
-
-
-class Slot:
-    """One of the places where a job can run."""
-
-    __slots__ = ("deadline", "expired_at", "job", "settled_early", "task", "wakeup")
-
-    def __init__(self) -> None:
-        self.task: asyncio.Task[None] | None = None
-        self.wakeup: asyncio.Future[None] | None = None
-        self.job: Job | None = None
-        self.deadline: float | None = None
-        self.expired_at: float | None = None
-        self.settled_early = False
-
-
-class Slots:
-    """All of a process's slots and the queue that they take their jobs from."""
-
-    def __init__(
-        self,
-        *,
-        runner: Runner,
-        deliver: Callable[[Outcome], None],
-        concurrency: int,
-        exhausted: Callable[[str], None],
-    ) -> None:
-        self._runner = runner
-        self._deliver = deliver
-        self._exhausted = exhausted
-        self._queue: deque[Job] = deque()
-        self._idle: list[Slot] = []
-        self._slots = [Slot() for _ in range(concurrency)]
-        self._checking: asyncio.Task[None] | None = None
-        self._closing = False
-
-    def start(self) -> None:
-        """Opens the slots; the event loop must be running."""
-        for number, slot in enumerate(self._slots):
-            slot.task = asyncio.create_task(self._work(slot), name=f"pulse-outbox-slot-{number}")
-        self._checking = asyncio.create_task(self._check_deadlines(), name="pulse-outbox-deadlines")
-
-    @property
-    def waiting(self) -> int:
-        """Jobs that have not started."""
-        return len(self._queue)
-
-    @property
-    def free(self) -> int:
-        """Slots that a job given now would start in at once."""
-        # Not counted by who is idle: slots that have been woken for a queued job are not idle any more.
-        return max(0, len(self._slots) - self.running - len(self._queue))
-
-    @property
-    def running(self) -> int:
-        """Jobs that have started and not ended."""
-        return sum(slot.job is not None for slot in self._slots)
-
-    @property
-    def worth_waiting_for(self) -> int:
-        """Those of them whose result is still wanted."""
-        return sum(slot.job is not None and not slot.settled_early for slot in self._slots)
-
-    def add(self, jobs: Iterable[Job]) -> None:
-        """Gives jobs to the slots, in order."""
-        self._queue.extend(jobs)
-        for _ in range(min(len(self._idle), len(self._queue))):
-            wakeup = self._idle.pop().wakeup
-            if wakeup is not None and not wakeup.done():
-                wakeup.set_result(None)
-
-    def take_back(self, which: Callable[[Job], bool]) -> list[Job]:
-        """Takes jobs that have not started out of the queue."""
-        taken = [job for job in self._queue if job.stage == "waiting" and which(job)]
-        for job in taken:
-            job.stage = "withdrawn"
-        self._queue = deque(job for job in self._queue if job.stage == "waiting")
-        return taken
-
-    def oldest_wait(self) -> float:
-        """How long the job that is next has been waiting, in seconds; 0 when none does."""
-        return time.monotonic() - self._queue[0].claimed_at if self._queue and not self._idle else 0.0
-
-    def take_back_beyond(self, keep: int) -> list[Job]:
-        """Takes all but the first *keep* jobs that have not started out of the queue."""
-        beyond = set(list(self._queue)[keep:])
-        return self.take_back(lambda job: job in beyond)
-
-    async def close(self) -> None:
-        """Cancels what still runs and waits a moment for it; a handler that ignores that is left behind."""
-        self._closing = True
-        tasks = [task for task in (self._checking, *(slot.task for slot in self._slots)) if task is not None]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=CANCEL_PATIENCE)
-
-    async def _work(self, slot: Slot) -> None:
-        loop = asyncio.get_running_loop()
-        slice_end = loop.time() + SLICE
-        while not self._closing:  # a handler may have swallowed the cancellation that was meant for the slot
-            if not self._queue:
-                slot.wakeup = loop.create_future()
-                self._idle.append(slot)
-                await slot.wakeup
-                slice_end = loop.time() + SLICE
-                continue
-            job = self._queue.popleft()
-            if job.stage != "waiting":
-                continue  # withdrawn from outside while it waited here
-            if time.monotonic() > job.leased_until:
-                job.stage = "withdrawn"
-                self._deliver(Released(job))  # somebody else may be running it by now
-                continue
-            job.stage = "running"
-            outcome = await self._run(slot, job, loop)
-            job.stage = "finished"
-            if outcome is not None:
-                self._deliver(outcome)
-            if loop.time() >= slice_end:
-                await asyncio.sleep(0)
-                slice_end = loop.time() + SLICE
-
-    async def _run(self, slot: Slot, job: Job, loop: asyncio.AbstractEventLoop) -> Outcome | None:
-        """One job in one slot; None when it was settled before it ended."""
-        slot.job = job
-        timeout = job.handler.timeout
-        if timeout is not None:
-            slot.deadline = loop.time() + timeout
-        try:
-            outcome = await self._outcome(slot, job)
-        finally:
-            slot.job, slot.deadline = None, None
-            expired, slot.expired_at = slot.expired_at, None
-            early, slot.settled_early = slot.settled_early, False
-        if expired is None:
-            return outcome
-        return None if early else self._timed_out(job)
-
-    async def _outcome(self, slot: Slot, job: Job) -> Outcome:
-        """What came of the handler, whatever it did to the task that it ran in. Only closing ends a slot."""
-        assert slot.task is not None
-        try:
-            outcome = await self._runner.run(job)
-        except BaseException as error:
-            if self._closing:
-                raise
-            outcome = self._runner.failed(job, error)
-        if slot.task.cancelling():
-            await self._forget_cancellation(slot.task)
-        return outcome
-
-    async def _forget_cancellation(self, task: asyncio.Task[None]) -> None:
-        """A cancellation that a handler swallowed, or asked for, must not reach the next one in the slot."""
-        try:
-            await asyncio.sleep(0)  # takes delivery of one that is still on its way
-        except asyncio.CancelledError:
-            if self._closing:
-                raise
-        while task.cancelling():
-            task.uncancel()
-
-    def _timed_out(self, job: Job) -> Outcome:
-        return self._runner.failed(job, TimedOut(f"the handler ran longer than {job.handler.timeout:g} s"))
-
-    async def _check_deadlines(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(DEADLINE_CHECK)
-            now = loop.time()
-            stuck = 0
-            for slot in self._slots:
-                if slot.deadline is not None and slot.expired_at is None and now >= slot.deadline:
-                    self._expire(slot, now)
-                elif (
-                    slot.expired_at is not None
-                    and not slot.settled_early
-                    and now >= slot.expired_at + CANCEL_PATIENCE
-                ):
-                    self._settle_early(slot)
-                stuck += slot.settled_early
-            if stuck * 2 >= len(self._slots) and stuck:
-                self._exhausted(
-                    f"{stuck} of {len(self._slots)} slots are held by handlers that ran past their timeout"
-                    " and can't be stopped"
-                )
-
-    def _expire(self, slot: Slot, now: float) -> None:
-        assert slot.job is not None
-        assert slot.task is not None
-        slot.expired_at = now
-        if slot.job.handler.is_async:
-            slot.task.cancel()
-        else:
-            self._settle_early(slot)  # nothing can stop a thread
-
-    def _settle_early(self, slot: Slot) -> None:
-        assert slot.job is not None
-        slot.settled_early = True
-        log.warning("outbox.handler_stuck", **job_fields(slot.job), timeout=slot.job.handler.timeout)
-        self._deliver(self._timed_out(slot.job))

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from pulse_outbox.dispatcher.intake import Intake
     from pulse_outbox.dispatcher.jobs import InFlight
     from pulse_outbox.dispatcher.lanes import LaneKey
-    from pulse_outbox.dispatcher.running import Slots
     from pulse_outbox.dispatcher.settings import DispatcherSettings
+    from pulse_outbox.dispatcher.slots import Slots
     from pulse_outbox.handlers import Handler
     from pulse_outbox.store import Store
 

@@ -262,7 +262,7 @@ class BehindPooler(Link):
 
 @pytest.mark.parametrize(("kind", "prepares"), [(Link, True), (BehindPooler, False)])
 async def test_session_keeps_nothing_that_a_pooler_would_mix_up(dsn, table: Table, kind, prepares):
-    """FAULTS 21: through a pooler nothing is prepared by name, and nowhere is anything set or locked for the session."""
+    """FAULTS 21: through a pooler nothing is prepared by name; nothing is ever set or locked for the session."""
     link = kind(dsn)
     store = Store(link)
     for _ in range(8):  # psycopg prepares after some executions, unless it is told not to
