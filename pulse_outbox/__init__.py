@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         TransitionRefused,
     )
     from pulse_outbox.events import Event, NewEvent
-    from pulse_outbox.failures import FailureCycle, RetryLater, TerminalHandlerError, Verdict
+    from pulse_outbox.failures import DeadLetter, FailureCycle, RetryLater, TerminalHandlerError, Verdict
     from pulse_outbox.outbox import Outbox
     from pulse_outbox.retry import RetryPolicy
 
@@ -27,6 +27,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BadArgument",
+    "DeadLetter",
     "Dispatcher",
     "EnqueueError",
     "Event",
@@ -48,6 +49,7 @@ __all__ = [
 
 _HOME = {
     "BadArgument": "errors",
+    "DeadLetter": "failures",
     "Dispatcher": "dispatcher",
     "EnqueueError": "errors",
     "Event": "events",

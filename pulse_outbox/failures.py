@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal
+from uuid import UUID
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -117,6 +118,32 @@ class FailureCycle(BaseModel):
     discarded_by: str | None = None
     discarded_at: datetime | None = None
     reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetter:
+    """What an alert is about: the events of one topic that died of one class of error, and the first of them.
+
+    The hook `on_dead_letter` gets this. It may get one twice, under the same `alert_id`, when a dispatcher crashes.
+    """
+
+    alert_id: UUID
+    topic: str
+    error_class: str
+    count: int
+    event_id: UUID
+    """The first that died. This and what follows are its own."""
+    source: str | None
+    target: str | None
+    handler_name: str | None
+    last_error: str | None
+    attempts: int
+    verdict: str | None
+    rule: str | None
+    first_failed_at: datetime | None
+    dead_lettered_at: datetime
+    last_dead_lettered_at: datetime
+    """When the last of them died."""
 
 
 def _check_later(when: object) -> timedelta | datetime:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from uuid import UUID, uuid4
@@ -19,6 +19,7 @@ from psycopg import sql
 
 from pulse_outbox import schema as migrations
 from pulse_outbox.errors import UNMIGRATED_SQLSTATES, SchemaError, from_database_error
+from pulse_outbox.failures import DeadLetter
 from pulse_outbox.storage_retry import StorageRetries, is_retryable
 
 if TYPE_CHECKING:
@@ -261,6 +262,25 @@ class Store:
         )
         return last_key, healed
 
+    async def next_alert(
+        self, *, lease: timedelta, quiet: Sequence[tuple[str, str]] = (), now: datetime | None = None
+    ) -> DeadLetter | None:
+        """The next alert to send, lent for *lease*; none of these kinds (topic and error class) that has no id yet."""
+        rows = await self._call(
+            "outbox_next_alert",
+            self._storage,
+            p_lease=lease,
+            p_quiet_topics=[topic for topic, _ in quiet],
+            p_quiet_classes=[error_class for _, error_class in quiet],
+            p_now=now,
+        )
+        return DeadLetter(**dict(zip(_ALERT_COLUMNS, rows[0], strict=True))) if rows else None
+
+    async def pay_alert(self, alert_id: UUID, *, now: datetime | None = None) -> int:
+        """The alert was accepted; how many events owe none any more."""
+        [(paid,)] = await self._call("outbox_pay_alert", self._storage, p_alert_id=alert_id, p_now=now)
+        return int(paid)
+
     async def dispatcher_seen(
         self,
         worker: str,
@@ -419,12 +439,16 @@ async def _tried(
     return rows
 
 
+_ALERT_COLUMNS = tuple(field.name for field in fields(DeadLetter))
+
 # What psycopg could not know of a parameter that is null or a list.
 _TYPES = {
     "p_payload": "jsonb",
     "p_lanes": "jsonb",
     "p_failures": "jsonb[]",
     "p_topics": "text[]",
+    "p_quiet_topics": "text[]",
+    "p_quiet_classes": "text[]",
     "p_errors": "text[]",
     "p_budgets": "integer[]",
     "p_generations": "bigint[]",
@@ -443,6 +467,7 @@ _TYPES = {
     "p_new_generation": "bigint",
     "p_now": "timestamptz",
     "p_token": "uuid",
+    "p_alert_id": "uuid",
     "p_request": "uuid",
     "event_id": "uuid",
     "p_lease": "interval",
