@@ -28,6 +28,7 @@ from tests.support.waiting import wait_until, wait_until_async
 ROOT = Path(__file__).parents[2]
 TARGET = "tests.support.suspects:outbox"
 QUICK: dict[str, Any] = {"lease": 1.5, "heartbeat": 0.5, "watchdog": 0.5, "poll": 0.5, "grace": 10}
+SLOW = "(payload ->> 'seconds')::real > 100"
 NOTHING: dict[str, Any] = {}
 Start = Callable[..., Command]
 
@@ -63,6 +64,11 @@ class Rows:
         [number] = self.conn.execute(f"select count(*) from pulse.outbox where {condition}").fetchone() or [0]
         return int(number)
 
+    def slow_ones_started(self) -> int:
+        return self.conn.execute(
+            f"select from noted join pulse.outbox using (event_id) where {SLOW}"
+        ).rowcount
+
     def until(self, condition: str, number: int, *, within: float = 20) -> None:
         try:
             wait_until(lambda: self.count(condition) == number, within=within)
@@ -94,13 +100,14 @@ def children_of(command: Command) -> list[psutil.Process]:
     return psutil.Process(command.process.pid).children()
 
 
-SLOW = "(payload ->> 'seconds')::real > 100"
-
-
-def enqueue_more_than_fits(rows: Rows) -> None:
-    """Two will run and eight will wait in the child: it works so quickly that more is claimed ahead for it."""
-    rows.enqueue("innocent", lapses=1, number=400, priority=9)
-    rows.enqueue("innocent", {"seconds": 600}, lapses=1, number=10)
+def start_with_more_than_fits(start: Start, rows: Rows, **options: Any) -> Command:
+    """Two run and eight wait in the child: it has been working so quickly that more was claimed ahead for it."""
+    rows.enqueue("noted", {"seconds": 0}, lapses=1, number=400, priority=9)
+    rows.enqueue("noted", {"seconds": 600}, lapses=1, number=10)
+    command = start(concurrency=2, **options)
+    rows.until(f"{SLOW} and status = 'RUNNING'", 10)
+    wait_until(lambda: rows.slow_ones_started() == 2)
+    return command
 
 
 # What one lapse and two mean
@@ -233,11 +240,9 @@ def test_death_is_reported_at_once(start, rows):
 
 def test_only_what_had_started_has_lapsed(start, rows):
     """Whoever waited in the child for his turn is as innocent as before."""
-    enqueue_more_than_fits(rows)
-    command = start(concurrency=2)
-    rows.until(f"{SLOW} and status = 'RUNNING'", 10)
+    command = start_with_more_than_fits(start, rows)
     [child] = children_of(command)
-    rows.conn.execute("select pulse.outbox_pause('innocent', 'so that they stay where they are', 'me')")
+    rows.conn.execute("select pulse.outbox_pause('noted', 'so that they stay where they are', 'me')")
     child.kill()
     rows.until("status = 'RUNNING'", 0)
 
@@ -480,11 +485,9 @@ def test_sigterm_lets_suspects_finish(start, rows):
 
 def test_sigterm_takes_no_longer_than_the_grace(start, rows):
     """What has not started is given back untouched; what has is ended, and comes back."""
-    enqueue_more_than_fits(rows)
-    rows.enqueue("endless", lapses=2)
-    command = start(concurrency=2, grace=1)
-    rows.until(f"{SLOW} and status = 'RUNNING'", 10)
-    rows.until("topic = 'endless' and status = 'RUNNING'", 1)
+    command = start_with_more_than_fits(start, rows, grace=1)
+    rows.enqueue("noted", {"seconds": 700}, lapses=2)
+    wait_until(lambda: rows.slow_ones_started() == 3)
     command.send(signal.SIGTERM)
     asked_at = time.monotonic()
     command.ended()
@@ -492,17 +495,15 @@ def test_sigterm_takes_no_longer_than_the_grace(start, rows):
     assert time.monotonic() - asked_at < 5
     assert rows.count(f"{SLOW} and status = 'RETRYING' and lapses = 1 and attempts = 0") == 8
     assert rows.count(f"{SLOW} and status = 'RETRYING' and lapses = 2 and attempts = 0") == 2
-    alone = rows.one("endless")
+    [alone] = [row for row in rows.of("noted") if row.alone]
     assert (alone.status, alone.attempts, alone.lapses) == ("RETRYING", 1, 3)
     assert "grace" in alone.last_error
 
 
 def test_pause_takes_back_what_a_child_has_not_started(start, rows):
     """What was claimed ahead is released, also from a child."""
-    enqueue_more_than_fits(rows)
-    start(concurrency=2)
-    rows.until(f"{SLOW} and status = 'RUNNING'", 10)
-    rows.conn.execute("select pulse.outbox_pause('innocent', 'a test', 'me')")
+    start_with_more_than_fits(start, rows)
+    rows.conn.execute("select pulse.outbox_pause('noted', 'a test', 'me')")
 
     rows.until(f"{SLOW} and status = 'RUNNING'", 2)
     rows.until(f"{SLOW} and status = 'RETRYING' and attempts = 0", 8)
