@@ -26,6 +26,12 @@ COMMANDS = {
     "demo": "see it working, on a database that is made for it and thrown away",
     "migrate": "create or upgrade the database schema",
     "run": "run the handlers of an application's outbox",
+    "status": "what waits, runs and is dead, and who serves it",
+    "dead": "list, show, replay or discard dead letters",
+    "pause": "keep a topic, or all, from being claimed",
+    "resume": "end a pause",
+    "prune": "delete what ended long ago",
+    "doctor": "what is wrong, and what to do about it",
 }
 
 
