@@ -120,6 +120,23 @@ def test_sigkill_costs_a_lease_and_a_tick(dsn):
     assert {row[1:4] for row in rows(dsn)} == {("RETRYING", 0, 1)}, "in company: the attempt comes back"
 
 
+def test_sigkill_between_the_effect_and_its_result(dsn):
+    """FAULTS 2: it runs again with the same idempotency key, and the record of what was handled makes it one effect."""
+    with psycopg.connect(dsn) as conn:
+        conn.execute("create table public.effect (idempotency_key text)")
+    enqueue(dsn, NewEvent("dies after its effect", {}))
+    with working(dsn) as worker:
+        worker.next()
+        assert worker.wait() == -signal.SIGKILL
+    with working(dsn) as again:
+        assert again.next()["seq"] == 2
+        wait_until(lambda: rows(dsn)[0][1] == "COMPLETED")
+    with psycopg.connect(dsn) as conn:
+        effects = conn.execute("select idempotency_key from public.effect").fetchall()
+
+    assert effects == [(rows(dsn)[0][0],)]
+
+
 def test_the_only_dispatcher_killed_and_started_again(dsn):
     """Nobody swept meanwhile: the first sweep holds off for a lease, the one after that reaps."""
     enqueue(dsn, NewEvent("sleeps", {"seconds": 0.1}))

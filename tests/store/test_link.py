@@ -120,6 +120,23 @@ async def test_a_lost_answer_counts_once(dsn, table: Table, open_store, function
     }
 
 
+async def test_a_lost_answer_of_a_prepared_statement(dsn, table: Table, open_store):
+    """From the third call on only the statement's name is sent; a new connection does not know it."""
+    outbox = Outbox()
+    outbox.handler("job")(lambda event: None)
+    async with proxied(dsn) as proxy:
+        store = open_store(proxy.dsn)
+        for _ in range(6):
+            assert await store.claim(limit=1, topics=["job"]) == []
+        event_id = await table.enqueue(outbox, "job")
+        proxy.lose_answer_to = b"outbox_claim"
+        [claim] = await store.claim(limit=1, topics=["job"])
+        await store.close()
+
+    assert proxy.lost_answers == 1
+    assert (claim.event_id, claim.attempts, claim.lease_seq) == (event_id, 1, 1)
+
+
 async def test_a_repeated_claim_waits_for_the_first_which_still_runs(dsn, table: Table, open_store):
     """The deadline cut the first call off on this side only: on the server it goes on, and takes its rows."""
     outbox = Outbox()

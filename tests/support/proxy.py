@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+# psycopg prepares in a message of its own, by names like this.
+_PREPARE = re.compile(rb"P....(_pg3_\d+)\0([^\0]*)\0", re.DOTALL)
+_BIND = re.compile(rb"B....\0(_pg3_\d+)\0", re.DOTALL)
 
 
 class Proxy:
@@ -73,6 +78,15 @@ class Proxy:
         number = next(self._numbers)
         self._starts[number] = b""
         losing = False
+        prepared: dict[bytes, bytes] = {}
+
+        def is_it(data: bytes) -> bool:
+            """Whether a request is the one whose answer is to be lost, as text or by its prepared name."""
+            if self.lose_answer_to is None:
+                return False
+            if self.lose_answer_to in data and not _PREPARE.match(data):
+                return True
+            return any(self.lose_answer_to in prepared.get(name, b"") for name in _BIND.findall(data))
 
         async def upward() -> None:
             nonlocal losing
@@ -81,7 +95,8 @@ class Proxy:
                     self._starts[number] += data
                 if self.frozen or number in self._frozen:
                     continue
-                if self.lose_answer_to is not None and self.lose_answer_to in data:
+                prepared.update(_PREPARE.findall(data))
+                if is_it(data):
                     self.lose_answer_to = None
                     losing = True
                 up_writer.write(data)
