@@ -78,3 +78,22 @@ def test_discard(shift: Shift, night: Night, dead: UUID):
     assert night.last_cycle(dead)["discarded_by"] == "ada"
     assert "DISCARDED" in shift.run("outcome")
     assert len(night.work("mail.send")) == 1, "what waited behind it goes on"
+
+
+@follows("a-job-died", "show-sh", "replay-sh", "discard-sh")
+def test_the_same_in_a_shell(shift: Shift, night: Night, dead: UUID):
+    shift.knows(event_id=dead, reason="it's cancelled")
+    shown = shift.run("show-sh")
+    assert "no such mailbox" in shown
+    assert "exmaple" not in shown, "the payload is shown only when asked for"
+
+    shift.run("replay-sh")
+    assert night.status(dead) == "PENDING"
+    assert night.last_cycle(dead)["replayed_by"] == "ada"
+
+    night.fail(night.claim("mail.send"), terminal=True)
+    shift.run("discard-sh")
+
+    assert night.status(dead) == "DISCARDED"
+    assert night.last_cycle(dead)["reason"] == "it's cancelled"
+    assert night.last_cycle(dead)["discarded_by"] == "ada"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import pulse_outbox
 from tests.runbooks.blocks import FOLDER, LOGINS, blocks_of, runbooks
 from tests.runbooks.following import executed
 
@@ -24,6 +25,17 @@ REQUIRED = {
 def test_all_runbooks_are_there():
     """Alerts and `doctor` name them."""
     assert set(runbooks()) >= REQUIRED
+
+
+def test_what_the_code_names_is_there():
+    """An alert, a finding of `doctor`, a message: none leads to a page that does not exist."""
+    package = Path(pulse_outbox.__file__).parent
+    pattern = re.compile(r'runbook="([\w-]+)\.md"|runbooks/([\w-]+)\.md')
+    sources = [file.read_text() for file in package.rglob("*.py")]
+    named = {"".join(found) for text in sources for found in pattern.findall(text)}
+
+    assert named
+    assert named <= set(runbooks())
 
 
 @pytest.mark.parametrize("runbook", runbooks())

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.runbooks.following import follows
 from tests.runbooks.shift import Shift
 from tests.runbooks.states import Night
+from tests.support.command import running
+from tests.support.waiting import wait_until
 
 TOPICS = ("invoice.send", "mail.send")
 
@@ -129,3 +133,56 @@ def test_one_kind_is_replayed_and_one_discarded(shift: Shift, outage: Night):
         == 19
     )
     assert night.count(status="DEAD_LETTERED") == 24, "the third kind was left alone"
+
+
+APPLICATION = """
+from pulse_outbox import Event, Outbox, TerminalHandlerError
+outbox = Outbox()
+
+class BadTemplate(TerminalHandlerError): ...
+
+@outbox.handler("mail.send")
+async def send(event: Event[dict]) -> None:
+    if event.payload.get("template") == "bad":
+        raise BadTemplate
+
+@outbox.handler("invoice.send")
+async def invoice(event: Event[dict]) -> None: ...
+"""
+
+
+@follows("many-jobs-died", "plan-sh", "replay-sh", "outcome")
+def test_the_short_way(shift: Shift, night: Night, logins: dict[str, str], tmp_path: Path):
+    """With a real dispatcher: what is fixed completes, of what isn't one dies again."""
+    (tmp_path / "shop.py").write_text(APPLICATION)
+    night.die("mail.send", 30)
+    night.die("mail.send", 20, error_class="BadTemplate", payload={"template": "bad"})
+    night.die("invoice.send", 25, error_class="TaxServiceDown")
+    with running(tmp_path, "shop:outbox", dsn=logins["dispatcher"]):
+        wait_until(lambda: night.ask("select 1 from pulse.dispatcher_status where alive"))
+        assert "75 dead letters would be replayed" in shift.run("plan-sh")
+        assert night.count(status="DEAD_LETTERED") == 75
+        assert "some are left" in shift.run("replay-sh")
+        wait_until(lambda: night.count(status="COMPLETED") == 55)
+
+    assert night.ask("select topic, error_class, dead, died_before from pulse.dead_kind order by dead") == [
+        {"topic": "mail.send", "error_class": "shop.BadTemplate", "dead": 1, "died_before": 1},
+        {"topic": "mail.send", "error_class": "BadTemplate", "dead": 19, "died_before": 0},
+    ]
+    assert "BadTemplate" in shift.run("outcome")
+
+
+@follows("many-jobs-died", "canary", "verdict")
+def test_a_canary_that_was_not_sent(shift: Shift, outage: Night):
+    """The replay was refused, by a lock for one: the verdict does not call that a second death."""
+    night = outage
+    shift.run("canary")
+    run_what_is_due(night, broken="BadTemplate")
+    assert "NOT FIXED" in shift.run("verdict")
+    night.conn.execute(
+        "update pulse.outbox set completed_at = completed_at - interval '1 day' where status = 'DEAD_LETTERED'"
+    )
+
+    shown = shift.run("verdict")
+    assert "not replayed: run the canary block again" in shown
+    assert "NOT FIXED" not in shown

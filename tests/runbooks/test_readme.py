@@ -5,7 +5,7 @@ from tests.runbooks.shift import Shift
 from tests.runbooks.states import Night
 
 
-@follows("README", "start", "overview")
+@follows("README", "start", "status", "overview")
 def test_first_look(shift: Shift, night: Night):
     night.alive("shop-1", "mail.send")
     night.die("mail.send", 3)
@@ -13,6 +13,9 @@ def test_first_look(shift: Shift, night: Night):
     night.pause("invoice.send")
 
     assert "runbook_" in shift.run("start")
+    shown = shift.run("status")
+    assert "GatewayDown" in shown
+    assert "runbooks/a-job-died.md" in shown
     shown = shift.run("overview")
     assert "GatewayDown" in shown
     assert "shop-1" in shown

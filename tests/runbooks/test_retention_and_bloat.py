@@ -29,6 +29,15 @@ def test_prune_what_is_done(shift: Shift, night: Night):
     shift.run("outcome")
 
 
+@follows("retention-and-bloat", "prune-sh")
+def test_prune_in_a_shell(shift: Shift, night: Night):
+    old_and_new(night)
+    shift.run("prune-sh")
+
+    assert night.count(status="COMPLETED") == 4
+    assert night.count(status="DEAD_LETTERED") == 6
+
+
 @follows("retention-and-bloat", "count-dead", "prune-dead")
 def test_prune_dead_letters_when_asked(shift: Shift, night: Night):
     old_and_new(night)

@@ -5,7 +5,7 @@ from tests.runbooks.shift import Shift
 from tests.runbooks.states import Night
 
 
-@follows("the-backlog-grows", "backlog", "dispatchers", "pauses", "resume", "resume-all", "pace")
+@follows("the-backlog-grows", "backlog", "dispatchers", "status-sh", "pauses", "resume", "resume-all", "pace")
 def test_a_pause_that_was_forgotten(shift: Shift, night: Night):
     night.ago(minutes=30)
     night.enqueue_many(3, "mail.send")
@@ -16,6 +16,7 @@ def test_a_pause_that_was_forgotten(shift: Shift, night: Night):
 
     assert "maintenance" in shift.run("backlog")
     assert "shop-1" in shift.run("dispatchers")
+    assert "maintenance" in shift.run("status-sh")
     assert "(all topics)" in shift.run("pauses")
     shift.knows(topic="mail.send")
     shift.run("resume")
@@ -65,7 +66,7 @@ def test_a_blocked_key_and_a_busy_one(shift: Shift, night: Night):
     assert str(running) in shift.run("busy")
 
 
-@follows("the-backlog-grows", "failing", "pause")
+@follows("the-backlog-grows", "failing", "pause", "pause-sh", "resume-sh")
 def test_a_downstream_that_fails(shift: Shift, night: Night):
     night.enqueue_many(3, "mail.send")
     night.fail(night.claim("mail.send"), "the server does not answer", delay=0)
@@ -76,3 +77,8 @@ def test_a_downstream_that_fails(shift: Shift, night: Night):
 
     assert night.one("select reason || ' ' || paused_by from pulse.pause") == "mail server down ada"
     assert night.claim("mail.send") == []
+
+    shift.run("resume-sh")
+    assert night.ask("select * from pulse.pause") == []
+    shift.run("pause-sh")
+    assert night.one("select reason || ' ' || paused_by from pulse.pause") == "mail server down ada"
