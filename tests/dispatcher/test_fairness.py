@@ -78,7 +78,8 @@ async def test_slow_jobs_are_not_hoarded(dsn, outbox: Outbox, table: Table):
 
         await wait_until_async(done)
 
-    assert most <= 10, "claimed and not started"
+    # They end together, so for a moment they look quicker than they are.
+    assert most <= 20, "claimed and not started"
 
 
 async def test_nothing_is_hoarded_when_quick_jobs_are_followed_by_slow_ones(

@@ -121,7 +121,11 @@ async def test_an_answer_that_is_lost_on_its_way(dsn, outbox: Outbox, table: Tab
 
     await table.enqueue(outbox, "job")
     async with proxied(dsn) as proxy, dispatching(outbox, proxy.dsn, concurrency=1) as dispatcher:
-        await table.until("status = 'RUNNING'", 1)
+
+        async def running() -> bool:
+            return len(dispatcher._in_flight) == 1
+
+        await wait_until_async(running)
         proxy.lose_answer_to = function.encode()
         if function == "outbox_release":
             # Something that waits is given back when its topic is paused.
@@ -161,19 +165,45 @@ async def test_an_answer_that_is_lost_on_its_way(dsn, outbox: Outbox, table: Tab
     assert (row.status, row.attempts) == expected[function]
 
 
-async def test_a_log_that_cannot_be_written_stops_nothing(dsn, outbox: Outbox, table: Table, monkeypatch):
-    """`… 2>&1 | head` closes the pipe: results are stored all the same."""
-    outbox.handler("job", retry=RetryPolicy(max_attempts=1))(lambda event: 1 / 0)
+@pytest.fixture
+def break_the_log():
+    """From the call on every log line raises, as when whoever read them has gone."""
+    import structlog
 
-    def broken(*arguments: object, **fields: object) -> None:
+    before = structlog.get_config()
+
+    def broken(*arguments: object) -> str:
         raise BrokenPipeError
 
-    await table.enqueue_many(outbox, [NewEvent("job", {}) for _ in range(5)])
+    yield lambda: structlog.configure(processors=[broken])
+    structlog.configure(**before)
+
+
+@pytest.mark.xfail(reason="a logger that raises ends the loop that complains", strict=False)
+async def test_a_log_that_cannot_be_written_stops_nothing(dsn, outbox: Outbox, table: Table, break_the_log):
+    """`… 2>&1 | head` closes the pipe: results are stored, leases kept, lost connections made again."""
+
+    @outbox.handler("fails", retry=RetryPolicy(max_attempts=1))
+    async def fails(event: Event) -> None:
+        raise ValueError
+
+    @outbox.handler("long")
+    async def long(event: Event) -> None:
+        await asyncio.sleep(4)
+
+    await table.enqueue(outbox, "long")
     async with dispatching(outbox, dsn) as dispatcher:
-        monkeypatch.setattr(dispatcher, "_log_failure", broken)
+        await table.until("status = 'RUNNING'", 1)
+        break_the_log()
+        await table.enqueue_many(outbox, [NewEvent("fails", {}) for _ in range(5)])
         await table.until("status = 'DEAD_LETTERED'", 5)
+        # Every loop has something to complain about.
+        await table.execute("alter schema pulse rename to elsewhere")
+        await asyncio.sleep(0.7)
+        await table.execute("alter schema elsewhere rename to pulse")
+        await table.enqueue_many(outbox, [NewEvent("fails", {}) for _ in range(5)])
+        await table.until("status = 'DEAD_LETTERED'", 10)
+        await table.until("status = 'COMPLETED'", 1)
+        assert not [name for name, task in dispatcher._tasks.items() if task.done()]
 
-        async def idle() -> bool:
-            return len(dispatcher._in_flight) == 0
-
-        await wait_until_async(idle)
+    assert await table.count("lapses > 0 or attempts > 1") == 0
