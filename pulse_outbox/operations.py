@@ -25,6 +25,10 @@ LOCK_PATIENCE = timedelta(seconds=5)
 """How long a change waits for a row that somebody else has locked."""
 
 
+class RowLocked(OutboxError):
+    """Somebody else has locked the event for longer than we wait."""
+
+
 class Kind(NamedTuple):
     """Dead letters that most likely have one cause: of one topic and one error class ('' when it has none)."""
 
@@ -459,7 +463,7 @@ class Operations:
                 raise ours from error
             match error.sqlstate:
                 case "55P03":
-                    raise OutboxError(
+                    raise RowLocked(
                         "somebody else has locked the row: `pulse-outbox doctor` names long transactions; try again"
                     ) from error
                 case "42501":

@@ -13,11 +13,14 @@ from datetime import datetime, timedelta
 from typing import Literal
 from uuid import UUID, uuid4
 
-from pulse_outbox.operations import DeadLetter, Kind, Operations, Outcome
+from pulse_outbox.errors import EventNotFound, TransitionRefused
+from pulse_outbox.operations import DeadLetter, Kind, Operations, Outcome, RowLocked
 
 LOOK = 0.2
 """Seconds between two looks at what has become of the replayed."""
 BATCH = 500
+CANARY_CANDIDATES = 3
+LOCKED_ROUNDS = 5
 MOST_OTHER_DEATHS = 10
 """Deaths of one kind by another error than before, until it is stopped."""
 LEAST_RETRYING = 3
@@ -95,14 +98,17 @@ class Replay:
 
     def _send_canaries(self) -> None:
         for kind in self.kinds:
-            first = kind.letters[0]
-            kind.attempted = 1
-            kind.replayed = self._replay([first])
-            if kind.replayed:
-                kind.canary = first.event_id
-                self.say(f"canary of {named(kind.kind)}: {first.event_id}")
+            for letter in kind.letters[:CANARY_CANDIDATES]:
+                kind.attempted += 1
+                if self._send(letter):
+                    kind.replayed, kind.canary = 1, letter.event_id
+                    self.say(f"canary of {named(kind.kind)}: {letter.event_id}")
+                    break
             else:
-                kind.fate, kind.why = "canary undecided", "its canary is locked or no longer dead: try again"
+                kind.fate, kind.why = (
+                    "canary undecided",
+                    "those that could be it are locked or no longer dead",
+                )
         waiting = {kind.canary: kind for kind in self.kinds if kind.canary is not None}
         give_up_at = time.monotonic() + self.patience.total_seconds()
         while waiting:
@@ -113,6 +119,15 @@ class Replay:
                     del waiting[event_id]
             if waiting:
                 self.sleep(LOOK)
+
+    def _send(self, letter: DeadLetter) -> bool:
+        """One by itself, which waits a little where the others are passed over: alerting locks rows for a moment."""
+        generation = letter.generation if self.generation is None else self.generation
+        try:
+            self.operations.replay(letter.event_id, generation=generation, by=self.by, request=self.request)
+        except (TransitionRefused, EventNotFound, RowLocked):
+            return False
+        return True
 
     def _judge(self, kind: KindReplay, outcome: Outcome, *, late: bool) -> bool:
         """Whether a canary's fate is known, or it has had its time."""
@@ -172,11 +187,15 @@ class Replay:
                 last = now
 
     def _finish(self, kind: KindReplay) -> None:
-        """Once more for those that somebody had locked."""
-        if kind.replayed < len(kind.letters):
-            ids = [letter.event_id for letter in kind.letters]
+        """Again for those that somebody had locked, a few times: alerting locks rows for a moment."""
+        ids = [letter.event_id for letter in kind.letters]
+        for _ in range(LOCKED_ROUNDS):
+            if not kind.left:
+                break
             locked = set(self.operations.still_dead(ids, request=self.request))
             kind.replayed += self._replay([letter for letter in kind.letters if letter.event_id in locked])
+            if kind.left:
+                self.sleep(LOOK)
         kind.fate = "replayed"
         if kind.left:
             kind.why = f"{kind.left} were locked, or changed by somebody else meanwhile"

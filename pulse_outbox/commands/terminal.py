@@ -152,7 +152,13 @@ def print_json(value: object) -> None:
 def plain(value: object) -> Any:
     """For JSON: times as ISO 8601, durations as seconds under a name that says so."""
     if is_dataclass(value) and not isinstance(value, type):
-        value = {item.name: getattr(value, item.name) for item in fields(value)}
+        # By the field's type, not its value: a key must not change its name when there is nothing to tell.
+        value = {
+            f"{item.name}_seconds" if "timedelta" in str(item.type) else item.name: plain(
+                getattr(value, item.name)
+            )
+            for item in fields(value)
+        }
     match value:
         case dict():
             return {

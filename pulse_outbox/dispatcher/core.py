@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from contextlib import AsyncExitStack, suppress
-from typing import TYPE_CHECKING, Any, NoReturn, assert_never
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 
@@ -21,9 +21,10 @@ from pulse_outbox.dispatcher.children import ChildSuspects
 from pulse_outbox.dispatcher.health import Health
 from pulse_outbox.dispatcher.heart import Heart
 from pulse_outbox.dispatcher.intake import STOPPING, Intake
-from pulse_outbox.dispatcher.jobs import Completed, Failed, InFlight, Lapsed, Over, Released, Snoozed
+from pulse_outbox.dispatcher.jobs import InFlight, Released
 from pulse_outbox.dispatcher.loops import keep_going
-from pulse_outbox.dispatcher.running import Runner, job_fields
+from pulse_outbox.dispatcher.report import Report
+from pulse_outbox.dispatcher.running import Runner
 from pulse_outbox.dispatcher.settings import DispatcherSettings
 from pulse_outbox.dispatcher.settling import Settler
 from pulse_outbox.dispatcher.slots import Slots
@@ -185,6 +186,12 @@ class Dispatcher:
             condition=self._condition,
             settled=self._settled,
         )
+        self._report = Report(
+            tally=self._tally,
+            sentry=self._sentry,
+            died=lambda: self._alerts.wake(),  # noqa: PLW0108  made after this
+            due_in=lambda seconds: self._intake.expect(seconds),  # noqa: PLW0108  made after this
+        )
         self._slots = Slots(
             runner=runner,
             deliver=self._deliver,
@@ -216,7 +223,7 @@ class Dispatcher:
             in_flight=self._in_flight,
             condition=self._condition,
             # A call that hangs must end while there is still time for another.
-            open_store=lambda: self._new_store("heart", min(CALL_TIMEOUT, settings.lease_time / 6)),
+            open_store=lambda: self._new_store("heart", min(CALL_TIMEOUT, settings.lease_time / 4)),
             say_alive=self._say_alive,
             lost=self._lost,
             health=Health(live=self._is_live, ready=self._is_ready, facts=self._facts),
@@ -382,62 +389,13 @@ class Dispatcher:
     def _settled(self, outcome: Outcome, answer: Answer | None) -> None:
         """A result is stored, or refused."""
         self._intake.room_made()
-        tally = self._tally
-        if answer == "lost" or (isinstance(outcome, Over) and outcome.lost):
-            tally.lost += 1
-            log.warning("outbox.lease_lost", **job_fields(outcome.job), result=type(outcome).__name__.lower())
-            return
-        match outcome:
-            case Completed() | Over():
-                tally.completed += 1
-            case Failed():
-                self._log_failure(outcome, died=answer == "DEAD_LETTERED")
-            case Snoozed():
-                tally.snoozed += 1
-                log.info(
-                    "outbox.snoozed",
-                    **job_fields(outcome.job),
-                    delay=outcome.delay.total_seconds(),
-                    reason=outcome.reason,
-                )
-            case Released():
-                tally.released += 1
-                self._intake.nothing_due.clear()
-                self._intake.wake()
-            case Lapsed():
-                if answer == "DEAD_LETTERED":
-                    tally.dead += 1
-                    self._alerts.wake()
-                self._intake.nothing_due.clear()
-                self._intake.wake()
-                log.warning("outbox.lapsed", **job_fields(outcome.job), error=outcome.error, status=answer)
-            case _:
-                assert_never(outcome)
-
-    def _log_failure(self, outcome: Failed, *, died: bool) -> None:
-        fields = {
-            **job_fields(outcome.job),
-            "error": outcome.error,
-            "verdict": outcome.failure.get("verdict"),
-            "rule": outcome.failure.get("rule"),
-        }
-        if self._sentry is not None:
-            self._sentry.failed_attempt(fields)
-        if died:
-            self._tally.dead += 1
-            self._alerts.wake()
-            log.error("outbox.dead_lettered", **fields)
-        else:
-            self._tally.retried += 1
-            log.warning("outbox.failed", **fields, delay=round(outcome.delay.total_seconds(), 3))
+        self._report.settled(outcome, answer)
 
     def _lost(self, job: Job) -> None:
         """A heartbeat found that a lease is somebody else's. A running handler goes on; its result will be refused."""
-        if job.stage == "waiting":
-            job.stage = "withdrawn"
+        if job.withdraw():
             self._in_flight.remove(job)
-            self._tally.lost += 1
-            log.warning("outbox.lease_lost", **job_fields(job), result="not started")
+            self._report.lost(job, result="not started")
 
     def _slots_exhausted(self, why: str) -> None:
         if not self._stopping.is_set():

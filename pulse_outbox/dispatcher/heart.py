@@ -172,9 +172,7 @@ class Heart:
 
     async def _release_waiting(self, store: Store, still_for: float) -> None:
         """The loop stands still: what has not started may run elsewhere. What runs keeps its lease."""
-        waiting = [job for job in self._in_flight.snapshot() if job.stage == "waiting"]
-        for job in waiting:
-            job.stage = "withdrawn"  # first, so that the loop does not start it should it wake up now
+        waiting = [job for job in self._in_flight.snapshot() if job.stage == "waiting" and job.withdraw()]
         log.error("outbox.loop_blocked", seconds=round(still_for, 1), released=len(waiting))
         try:
             await store.release([job.claim for job in waiting])

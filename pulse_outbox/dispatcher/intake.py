@@ -109,6 +109,8 @@ class Intake:
         """Set while the last listing showed nothing that could run now."""
         self._holds: set[str] = set()
         """Why nothing is claimed now: the process ends, or a suspect runs alone in it."""
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = 0.0
         self._claiming = False
         self._unanswered: _ClaimCall | None = None
 
@@ -116,6 +118,21 @@ class Intake:
         """There may be new work."""
         self._relist = True
         self._stirred.set()
+
+    def expect(self, seconds: float) -> None:
+        """An event that this process had can run again after so long: it must not sleep past that."""
+        if seconds <= 0:
+            self.nothing_due.clear()
+            self.wake()
+        elif self._alarm is None or time.monotonic() + seconds < self._alarm_at:
+            if self._alarm is not None:
+                self._alarm.cancel()
+            self._alarm_at = time.monotonic() + seconds
+            self._alarm = asyncio.get_running_loop().call_later(seconds, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None  # what is due after this one, the listing will show
+        self.wake()
 
     def room_made(self) -> None:
         """A job has ended, or a result was stored."""
@@ -264,7 +281,7 @@ class Intake:
             self._in_flight.add(job)
         if STOPPING in self._holds:
             for job in jobs:
-                job.stage = "withdrawn"
+                job.withdraw()
                 self._settler.add(Released(job))
             return
         # A budget of one must not wait in memory: those were claimed for slots that are free, and go first.

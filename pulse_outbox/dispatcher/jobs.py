@@ -22,7 +22,7 @@ Stage = Literal["waiting", "running", "finished", "withdrawn"]
 class Job:
     """One claim that this process holds, from the claim until its result is stored."""
 
-    __slots__ = ("claim", "claimed_at", "handler", "leased_until", "stage")
+    __slots__ = ("_undecided", "claim", "claimed_at", "handler", "leased_until", "stage")
 
     def __init__(self, claim: Claim, handler: Handler, claimed_at: float, lease: float = math.inf) -> None:
         self.claim = claim
@@ -32,6 +32,24 @@ class Job:
         self.leased_until = claimed_at + lease
         """On the same clock; the heart moves it on."""
         self.stage: Stage = "waiting"
+        self._undecided = [None]
+
+    def start(self) -> bool:
+        """Says that it is run; False when it has been withdrawn."""
+        return self._decide("running")
+
+    def withdraw(self) -> bool:
+        """Says that it is not run here; False when it has started, or was withdrawn before."""
+        return self._decide("withdrawn")
+
+    def _decide(self, stage: Stage) -> bool:
+        # The event loop and the heart's thread may both want to: taking the one item is one step for either.
+        try:
+            self._undecided.pop()
+        except IndexError:
+            return False
+        self.stage = stage
+        return True
 
     def age(self) -> float:
         """Seconds since the event was created, on the database's clock."""

@@ -39,7 +39,8 @@ Render = Callable[[Any, str, Fields], str]
 
 def configure(level: str = "info", stream: TextIO | None = None, *, pretty: bool | None = None) -> None:
     """Sends all logs of this process to *stream*, standard error by default; pretty where that is a terminal."""
-    stream = sys.stderr if stream is None else stream
+    # A process started with stderr closed has none; it still has to run.
+    stream = stream or sys.stderr or open(os.devnull, "w")  # noqa: SIM115  for the life of the process
     sink = Sink(stream)
     if pretty is None:
         pretty = _is_terminal(stream)

@@ -106,9 +106,7 @@ class Slots:
 
     def take_back(self, which: Callable[[Job], bool]) -> list[Job]:
         """Takes jobs that have not started out of the queue."""
-        taken = [job for job in self._queue if job.stage == "waiting" and which(job)]
-        for job in taken:
-            job.stage = "withdrawn"
+        taken = [job for job in self._queue if which(job) and job.withdraw()]
         self._queue = deque(job for job in self._queue if job.stage == "waiting")
         return taken
 
@@ -141,13 +139,12 @@ class Slots:
                 slice_end = loop.time() + SLICE
                 continue
             job = self._queue.popleft()
-            if job.stage != "waiting":
-                continue  # withdrawn from outside while it waited here
             if time.monotonic() > job.leased_until:
-                job.stage = "withdrawn"
-                self._deliver(Released(job))  # somebody else may be running it by now
+                if job.withdraw():
+                    self._deliver(Released(job))  # somebody else may be running it by now
                 continue
-            job.stage = "running"
+            if not job.start():
+                continue  # withdrawn from outside while it waited here
             outcome = await self._run(slot, job, loop)
             job.stage = "finished"
             if outcome is not None:

@@ -188,6 +188,6 @@ def check_alerts(operations: Operations) -> Iterator[Finding]:
             check="alerts",
             severity="warning",
             what=f"{row['owed']:,} dead letters are not alerted yet, the oldest for {lasting(row['since'])}",
-            remedy="a living dispatcher pays them when Sentry answers: look for outbox.alert lines in its log",
+            remedy="a living dispatcher pays them when Sentry answers: look for outbox.alert_failed in its log",
             runbook="a-job-died.md",
         )

@@ -1,0 +1,98 @@
+"""What is said when a result has been stored: the log line, the count, and to whoever has to act on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, assert_never
+
+import structlog
+
+from pulse_outbox.dispatcher.jobs import Completed, Failed, Lapsed, Over, Released, Snoozed
+from pulse_outbox.dispatcher.running import job_fields
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pulse_outbox.dispatcher.jobs import Job, Outcome
+    from pulse_outbox.dispatcher.sentry import Sentry
+    from pulse_outbox.dispatcher.state import Tally
+    from pulse_outbox.store import Answer
+
+log = structlog.get_logger("pulse_outbox")
+
+
+class Report:
+    """Quiet while all is well: a completed job is only counted.
+
+    *died* is called for every dead letter, *due_in* with the seconds after which an event can run again.
+    """
+
+    def __init__(
+        self,
+        *,
+        tally: Tally,
+        sentry: Sentry | None,
+        died: Callable[[], None],
+        due_in: Callable[[float], None],
+    ) -> None:
+        self._tally = tally
+        self._sentry = sentry
+        self._died = died
+        self._due_in = due_in
+
+    def settled(self, outcome: Outcome, answer: Answer | None) -> None:
+        """A result is stored, or refused."""
+        if answer == "lost" or (isinstance(outcome, Over) and outcome.lost):
+            self.lost(outcome.job, result=type(outcome).__name__.lower())
+            return
+        match outcome:
+            case Completed() | Over():
+                self._tally.completed += 1
+            case Failed():
+                self._failed(outcome, died=answer == "DEAD_LETTERED")
+            case Snoozed():
+                self._tally.snoozed += 1
+                delay = outcome.delay.total_seconds()
+                log.info("outbox.snoozed", **job_fields(outcome.job), delay=delay, reason=outcome.reason)
+                self._due_in(delay)
+            case Released():
+                self._tally.released += 1
+                self._due_in(0)
+            case Lapsed():
+                self._lapsed(outcome, died=answer == "DEAD_LETTERED")
+            case _:
+                assert_never(outcome)
+
+    def lost(self, job: Job, *, result: str) -> None:
+        """The lease is somebody else's by now, and so is the event."""
+        self._tally.lost += 1
+        log.warning("outbox.lease_lost", **job_fields(job), result=result)
+
+    def _failed(self, outcome: Failed, *, died: bool) -> None:
+        fields = {
+            **job_fields(outcome.job),
+            "error": outcome.error,
+            "verdict": outcome.failure.get("verdict"),
+            "rule": outcome.failure.get("rule"),
+        }
+        if self._sentry is not None:
+            self._sentry.failed_attempt(fields)
+        if died:
+            self._dead(fields)
+        else:
+            self._tally.retried += 1
+            delay = outcome.delay.total_seconds()
+            log.warning("outbox.failed", **fields, delay=round(delay, 3))
+            self._due_in(delay)
+
+    def _lapsed(self, outcome: Lapsed, *, died: bool) -> None:
+        fields = {**job_fields(outcome.job), "error": outcome.error, "rule": "worker.died"}
+        if died:
+            self._dead({**fields, "verdict": "transient"})
+        else:
+            log.warning("outbox.lapsed", **fields)
+            self._due_in(0)
+
+    def _dead(self, fields: dict[str, Any]) -> None:
+        self._tally.dead += 1
+        log.error("outbox.dead_lettered", **fields)
+        self._died()
