@@ -22,9 +22,8 @@ from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Literal, assert_never
 
-import structlog
-
 from pulse_outbox.failures import describe_error
+from pulse_outbox.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 
     from pulse_outbox.failures import DeadLetter, Redact
     from pulse_outbox.store import Store
-
-log = structlog.get_logger("pulse_outbox")
 
 RUNBOOK = "runbooks/a-job-died.md"
 GATHER = 0.2

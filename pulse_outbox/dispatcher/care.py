@@ -8,15 +8,13 @@ import time
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-import structlog
+from pulse_outbox.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pulse_outbox.dispatcher.settings import DispatcherSettings
     from pulse_outbox.store import Store
-
-log = structlog.get_logger("pulse_outbox")
 
 REAP_LIMIT = 1000
 FULL_SWEEP_EVERY = 6

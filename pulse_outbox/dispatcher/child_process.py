@@ -12,18 +12,15 @@ from contextlib import suppress
 from fcntl import F_DUPFD_CLOEXEC, fcntl
 from typing import TYPE_CHECKING, Any
 
-import structlog
-
 from pulse_outbox.dispatcher.jobs import Job, Lapsed, Released
 from pulse_outbox.dispatcher.slots import CANCEL_PATIENCE
 from pulse_outbox.dispatcher.wire import CHUNK, Lines, decode, decode_outcome, encode, encode_job
+from pulse_outbox.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pulse_outbox.dispatcher.jobs import Outcome
-
-log = structlog.get_logger("pulse_outbox")
 
 START_TIMEOUT = 60.0
 """What the application's import and lifespan may take in a child, in seconds."""

@@ -24,6 +24,7 @@ from pulse_outbox.dispatcher.intake import AHEAD
 from pulse_outbox.dispatcher.jobs import Job, Released
 from pulse_outbox.dispatcher.loops import keep_going
 from pulse_outbox.dispatcher.transactions import POOL_SIZE as TRANSACTIONS
+from pulse_outbox.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from pulse_outbox.dispatcher.state import Condition, Tally
     from pulse_outbox.handlers import Handler
     from pulse_outbox.store import Claim, Store
-
-log = structlog.get_logger("pulse_outbox")
 
 KEEP_IDLE = 10.0
 """How long a child without work is kept for the next suspect: a new one costs a second."""

@@ -12,8 +12,6 @@ import time
 from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import structlog
-
 from pulse_outbox import __version__
 from pulse_outbox.alerts import Alerts
 from pulse_outbox.dispatcher import care, sentry
@@ -35,6 +33,7 @@ from pulse_outbox.dispatcher.wakeup import listen
 from pulse_outbox.errors import SettingsError
 from pulse_outbox.events import as_timedelta
 from pulse_outbox.link import CALL_TIMEOUT, Link
+from pulse_outbox.log import log
 from pulse_outbox.store import Store
 
 if TYPE_CHECKING:
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
     from pulse_outbox.dispatcher.suspects import Suspects
     from pulse_outbox.outbox import Outbox
     from pulse_outbox.store import Answer
-
-log = structlog.get_logger("pulse_outbox")
 
 FINAL_WRITES = 5.0
 """How long the last results may take to be stored once no handler runs any more, in seconds."""
@@ -287,6 +284,7 @@ class Dispatcher:
 
     async def _drain(self) -> None:
         """No more claims; what has not started goes back, what runs gets its grace, what ended is stored."""
+        self._give_back(self._handlers)
         await self._intake.hold(STOPPING)
         log.info("outbox.stopping", why=self._why, running=self._slots.running, waiting=self._slots.waiting)
         self._give_back(self._handlers)
@@ -479,6 +477,8 @@ class Dispatcher:
         return [loop[0]] if loop and time.monotonic() - loop[1] > self.settings.seconds("lease") else []
 
     def _is_ready(self) -> list[str]:
+        if log.unwritten:
+            self._condition.complain("log", "log lines can't be written")
         return self._condition.in_words() + (["the process is ending"] if self._stopping.is_set() else [])
 
     def _facts(self) -> dict[str, Any]:

@@ -11,10 +11,9 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-import structlog
-
 from pulse_outbox.dispatcher.health import serve_health
 from pulse_outbox.dispatcher.jobs import apart
+from pulse_outbox.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from pulse_outbox.dispatcher.settings import DispatcherSettings
     from pulse_outbox.dispatcher.state import Condition
     from pulse_outbox.store import Store
-
-log = structlog.get_logger("pulse_outbox")
 
 CHUNK = 5000
 """Leases that one statement extends."""

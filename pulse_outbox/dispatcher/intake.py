@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import uuid4
-
-import structlog
 
 from pulse_outbox.dispatcher.jobs import Job, Released
 from pulse_outbox.dispatcher.lanes import ClaimPlan, Lanes
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
     from pulse_outbox.handlers import Handler
     from pulse_outbox.store import Claim, Store
 
-log = structlog.get_logger("pulse_outbox")
-
 AHEAD = 0.1
 """How much work may wait in memory, in seconds of what is being completed at present."""
+RATE_WINDOW = 0.5
+RATE_SAMPLE = 0.02
 LONGEST_WAIT = 0.3
 """After so long in memory, what exceeds AHEAD goes back, in seconds."""
 LISTING_INTERVAL = 1.0
@@ -102,9 +101,7 @@ class Intake:
         self._deaf = False
         self._window_at = 0.0
         self._window_claimed = 0
-        self._rate = 0.0
-        self._rate_at = time.monotonic()
-        self._rate_completed = 0
+        self._ends = deque([(time.monotonic(), 0)])
         self.nothing_due = asyncio.Event()
         """Set while the last listing showed nothing that could run now."""
         self._holds: set[str] = set()
@@ -247,12 +244,13 @@ class Intake:
     def _completion_rate(self) -> float:
         """Jobs ended per second, over the last moments."""
         now = time.monotonic()
-        if (passed := now - self._rate_at) >= 0.05:
-            ended = self._tally.completed + self._tally.retried + self._tally.dead
-            fresh = (ended - self._rate_completed) / passed
-            self._rate = fresh if fresh > self._rate else 0.7 * self._rate + 0.3 * fresh
-            self._rate_at, self._rate_completed = now, ended
-        return self._rate
+        ended = self._tally.completed + self._tally.retried + self._tally.dead
+        if now - self._ends[-1][0] >= RATE_SAMPLE:
+            self._ends.append((now, ended))
+        while len(self._ends) > 1 and now - self._ends[0][0] > RATE_WINDOW:
+            self._ends.popleft()
+        since, before = self._ends[0]
+        return (ended - before) / max(now - since, RATE_WINDOW / 2)
 
     # What
 

@@ -6,16 +6,13 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-import structlog
-
 from pulse_outbox.failures import describe_error
+from pulse_outbox.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from pulse_outbox.dispatcher.state import Condition
-
-log = structlog.get_logger("pulse_outbox")
 
 FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 5.0

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, assert_never
 
-import structlog
-
 from pulse_outbox.dispatcher.jobs import Completed, Failed, Lapsed, Over, Released, Snoozed
 from pulse_outbox.dispatcher.running import job_fields
+from pulse_outbox.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     from pulse_outbox.dispatcher.sentry import Sentry
     from pulse_outbox.dispatcher.state import Tally
     from pulse_outbox.store import Answer
-
-log = structlog.get_logger("pulse_outbox")
 
 
 class Report:

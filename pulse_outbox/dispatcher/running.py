@@ -12,13 +12,13 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import structlog
 from pydantic_core import from_json
 
 from pulse_outbox.dispatcher.jobs import Completed, Failed, Job, Outcome, Over, Released, Snoozed
 from pulse_outbox.dispatcher.transactions import LeaseLost, NotStarted
 from pulse_outbox.events import Event
 from pulse_outbox.failures import PayloadError, describe_error
+from pulse_outbox.log import log
 from pulse_outbox.trace import HEADER as TRACE_HEADER
 from pulse_outbox.trace import trace_fields
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from pulse_outbox.dispatcher.sentry import Sentry
     from pulse_outbox.dispatcher.transactions import Transactions
     from pulse_outbox.failures import Redact
-
-log = structlog.get_logger("pulse_outbox")
 
 T = TypeVar("T")
 

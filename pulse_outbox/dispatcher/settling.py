@@ -9,7 +9,6 @@ import asyncio
 from typing import TYPE_CHECKING, assert_never
 
 import psycopg
-import structlog
 
 from pulse_outbox.dispatcher.jobs import (
     Completed,
@@ -21,6 +20,7 @@ from pulse_outbox.dispatcher.jobs import (
     apart,
 )
 from pulse_outbox.errors import BadArgument
+from pulse_outbox.log import log
 from pulse_outbox.store import Failure
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from pulse_outbox.dispatcher.jobs import InFlight, Job, Outcome
     from pulse_outbox.dispatcher.state import Condition
     from pulse_outbox.store import Answer, Store
-
-log = structlog.get_logger("pulse_outbox")
 
 LOCKED_PAUSE = 0.05
 """How long a result waits whose row somebody else has locked, in seconds; it doubles up to the next."""

@@ -11,18 +11,15 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-import structlog
-
 from pulse_outbox.dispatcher.jobs import Released
 from pulse_outbox.dispatcher.running import job_fields
+from pulse_outbox.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from pulse_outbox.dispatcher.jobs import Job, Outcome
     from pulse_outbox.dispatcher.running import Runner
-
-log = structlog.get_logger("pulse_outbox")
 
 SLICE = 0.005
 """How long slots may go on without giving the event loop a chance, in seconds."""

@@ -10,9 +10,8 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Protocol
 
-import structlog
-
 from pulse_outbox.dispatcher.jobs import Job
+from pulse_outbox.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from pulse_outbox.dispatcher.slots import Slots
     from pulse_outbox.handlers import Handler
     from pulse_outbox.store import Store
-
-log = structlog.get_logger("pulse_outbox")
 
 TURN_FOR_OTHERS = 0.5
 """How long everybody else runs between two suspects, in seconds."""

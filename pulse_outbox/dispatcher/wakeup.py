@@ -6,15 +6,12 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import psycopg
-import structlog
 from psycopg import sql
 
 from pulse_outbox.link import connection_string, shut_down
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-log = structlog.get_logger("pulse_outbox")
 
 CHECK_INTERVAL = 5.0
 """How often a silent connection is asked whether it is still there, in seconds."""

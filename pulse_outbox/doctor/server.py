@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from pulse_outbox.operations import Operations
 
 CLOCK_TOLERANCE = timedelta(seconds=2)
+VACUUM_LAG = 5
+"""Dead rows, in multiples of what should have brought autovacuum."""
 LONG_TRANSACTION = timedelta(minutes=5)
 LONG_SNAPSHOT = 100_000
 """Transactions since an old snapshot was taken, where its time can't be seen."""
@@ -201,7 +203,7 @@ def check_autovacuum(operations: Operations) -> Iterator[Finding]:
             where s.schemaname = %(schema)s and s.relname = 'outbox'""",
     )
     for row in found:
-        if row["dead"] > 5 * row["threshold"]:
+        if row["dead"] > VACUUM_LAG * row["threshold"]:
             last = f"{lasting(row['since'])} ago" if row["since"] is not None else "never"
             yield Finding(
                 check="autovacuum",
