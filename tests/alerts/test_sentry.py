@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 from uuid import UUID
 
@@ -176,14 +177,15 @@ async def test_what_died_while_sentry_was_down_is_one_alert(
 
 
 async def test_retry_after_is_kept(dsn, outbox: Outbox, table: Table, sentry: Receiver):
-    """No request before the time that Sentry asked for, though more die."""
+    """No request before the time that Sentry asked for, though another kind is owed and more die."""
     sentry.status, sentry.headers = 429, {"Retry-After": "1"}
+    await table.enqueue_many(outbox, [NewEvent("dies", {"kind": kind}) for kind in ("value", "key")])
     async with dispatching(outbox, dsn):
-        await table.enqueue(outbox, "dies", {})
         await wait_until_async(lambda: asyncio.sleep(0, len(sentry.requests)))
+        await table.enqueue(outbox, "dies", {})
+        await table.until("status = 'DEAD_LETTERED'", 3)
         sentry.status = 200
-        await table.enqueue(outbox, "dies", {"kind": "key"})
-        await paid(table, 2)
+        await paid(table, 3)
 
     first, second, *_ = sentry.requests
     assert second.at - first.at >= 1
@@ -201,17 +203,31 @@ async def test_a_limit_beside_a_success_is_kept(dsn, outbox: Outbox, table: Tabl
     assert second.at - first.at >= 1
 
 
-async def test_slow_sentry_slows_nothing(dsn, outbox: Outbox, table: Table, sentry: Receiver, monkeypatch):
-    """A request hangs until it times out; a thousand jobs are done before that."""
-    monkeypatch.setattr(alerts, "SEND_TIMEOUT", 0.5)
+async def test_slow_sentry_slows_nothing(dsn, outbox: Outbox, table: Table, sentry: Receiver):
+    """A thousand jobs are done while one alert is under way, and that is not given up too early."""
     sentry.answering.clear()
     async with dispatching(outbox, dsn):
         event_id = await table.enqueue(outbox, "dies", {})
         await wait_until_async(lambda: asyncio.sleep(0, len(sentry.requests)))
         await table.enqueue_many(outbox, [NewEvent("works", {}) for _ in range(1000)])
         await table.until("status = 'COMPLETED'", 1000)
-        await wait_until_async(lambda: asyncio.sleep(0, len(sentry.requests) > 1))
+        done_at = time.monotonic()
         assert (await table.row(event_id)).alerted_at is None
+        sentry.answering.set()
+        await paid(table, 1)
+
+    [request] = sentry.requests
+    assert done_at - request.at < alerts.SEND_TIMEOUT
+
+
+async def test_a_sentry_that_never_answers_is_given_up(
+    dsn, outbox: Outbox, table: Table, sentry: Receiver, monkeypatch
+):
+    monkeypatch.setattr(alerts, "SEND_TIMEOUT", 0.3)
+    sentry.answering.clear()
+    async with dispatching(outbox, dsn):
+        await table.enqueue(outbox, "dies", {})
+        await wait_until_async(lambda: asyncio.sleep(0, len(sentry.requests) > 1))
         sentry.answering.set()
         await paid(table, 1)
 

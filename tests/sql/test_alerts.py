@@ -236,14 +236,18 @@ def test_a_failure_without_a_class_is_a_kind_too(outbox):
     assert pay(outbox, alert) == 1
 
 
-def test_costs_nothing_when_nothing_is_owed(outbox, dsn):
-    """Every dispatcher asks every few seconds, on a table of any size with dead letters that were alerted long ago."""
-    outbox.conn.execute(
-        """insert into pulse.outbox
-                  (event_id, topic, payload, idempotency_key, status, completed_at, alert_id, alerted_at)
-           select gen_random_uuid(), 'mail', '{}', gen_random_uuid(), 'DEAD_LETTERED', now(), gen_random_uuid(), now()
-             from generate_series(1, 20000)"""
-    )
+def test_costs_only_its_own_rows(outbox, dsn):
+    """Every dispatcher asks every few seconds: dead letters alerted long ago, or by another now, cost nothing."""
+    for paid in ("now()", "null"):
+        outbox.conn.execute(
+            f"""insert into pulse.outbox (event_id, topic, payload, idempotency_key, status, completed_at,
+                                          alert_id, alert_offered_at, alerted_at)
+                select gen_random_uuid(), 'mail', '{{}}', gen_random_uuid(), 'DEAD_LETTERED', now(),
+                       'c0ffee00-0000-7000-8000-000000000000', %s, {paid}
+                  from generate_series(1, 20000)""",
+            (outbox.now + seconds(LEASE + 1),),
+        )
+    outbox.forward(LEASE + 1)
     die(outbox, 3)
     alert = must_have(outbox)
     with psycopg.connect(dsn) as conn:
@@ -257,7 +261,12 @@ def test_costs_nothing_when_nothing_is_owed(outbox, dsn):
             with meter.undone():
                 costs["pay"] = meter.buffers("select pulse.outbox_pay_alert(%s)", alert["alert_id"])
             with meter.undone():
-                later = outbox.now + seconds(LEASE + 1)
-                costs["again"] = meter.buffers("select * from pulse.outbox_next_alert(p_now => %s)", later)
+                conn.execute(
+                    "update pulse.outbox set alert_offered_at = '2000-01-01' where alert_id = %s",
+                    (alert["alert_id"],),
+                )
+                costs["again"] = meter.buffers(
+                    "select * from pulse.outbox_next_alert(p_now => %s)", outbox.now
+                )
 
     assert {name: cost for name, cost in costs.items() if cost > 150} == {}
