@@ -479,6 +479,8 @@ class Dispatcher:
     def _is_ready(self) -> list[str]:
         if log.unwritten:
             self._condition.complain("log", "log lines can't be written")
+        else:
+            self._condition.is_well("log")
         return self._condition.in_words() + (["the process is ending"] if self._stopping.is_set() else [])
 
     def _facts(self) -> dict[str, Any]:
