@@ -32,11 +32,18 @@ def test_apply_what_is_missing(shift: Shift, behind: Night):
 
 @follows("upgrade-the-schema", "in-the-way", "plan")
 def test_who_would_be_waited_for(shift: Shift, night: Night, logins: dict[str, str]):
-    with psycopg.connect(make_conninfo(logins["operator"], application_name="long report")) as conn:
+    with (
+        psycopg.connect(make_conninfo(logins["operator"], application_name="long report")) as conn,
+        psycopg.connect(logins["owner"]) as other,
+    ):
         conn.execute("select count(*) from pulse.outbox")
+        other.execute("select count(*) from pulse.outbox")
         assert "long report" not in shift.run("in-the-way"), "it is not old"
         night.conn.execute("select pg_sleep(5)")
         shown = shift.run("in-the-way")
+        assert str(other.info.backend_pid) in shown, (
+            "of another login the age is hidden, but not that it is there"
+        )
 
     assert "long report" in shown
     assert "to be applied" not in shift.run("plan")
