@@ -40,6 +40,8 @@ class KindReplay:
     fate: Fate = "waiting"
     why: str = ""
     canary: UUID | None = None
+    cleared: bool = False
+    """Its canary has lived."""
     attempted: int = 0
     replayed: int = 0
     died_again: int = 0
@@ -86,7 +88,7 @@ class Replay:
         try:
             if self.canary:
                 self._send_canaries()
-            self._go_on([kind for kind in self.kinds if kind.fate == "waiting"], started)
+            self._go_on(started)
             self._count_relapses(started)
         except BaseException:
             for kind in self.kinds:
@@ -109,16 +111,18 @@ class Replay:
                     "canary undecided",
                     "those that could be it are locked or no longer dead",
                 )
-        waiting = {kind.canary: kind for kind in self.kinds if kind.canary is not None}
-        give_up_at = time.monotonic() + self.patience.total_seconds()
-        while waiting:
-            outcomes = self.operations.outcomes(list(waiting))
-            late = time.monotonic() > give_up_at
-            for event_id, outcome in outcomes.items():
-                if self._judge(waiting[event_id], outcome, late=late):
-                    del waiting[event_id]
-            if waiting:
-                self.sleep(LOOK)
+
+        self.say(f"waiting for their outcome, up to {self.patience.total_seconds():.0f} s")
+
+    def _look_at_canaries(self, *, late: bool) -> None:
+        out = {
+            kind.canary: kind
+            for kind in self.kinds
+            if kind.canary and kind.fate == "waiting" and not kind.cleared
+        }
+        if out:
+            for event_id, outcome in self.operations.outcomes(list(out)).items():
+                self._judge(out[event_id], outcome, late=late)
 
     def _send(self, letter: DeadLetter) -> bool:
         """One by itself, which waits a little where the others are passed over: alerting locks rows for a moment."""
@@ -129,10 +133,11 @@ class Replay:
             return False
         return True
 
-    def _judge(self, kind: KindReplay, outcome: Outcome, *, late: bool) -> bool:
-        """Whether a canary's fate is known, or it has had its time."""
+    def _judge(self, kind: KindReplay, outcome: Outcome, *, late: bool) -> None:
+        """What a canary's outcome means for its kind; *late*: it has had its time."""
         match outcome.status:
             case "COMPLETED" | None:
+                kind.cleared = True
                 self.say(f"canary of {named(kind.kind)} completed")
             case "DEAD_LETTERED":
                 kind.fate, kind.died_again = "canary died", 1
@@ -140,7 +145,7 @@ class Replay:
             case "DISCARDED":
                 kind.fate, kind.why = "canary undecided", "somebody discarded it meanwhile"
             case _ if not late:
-                return False
+                return
             case "RETRYING":
                 kind.fate = "canary undecided"
                 budget = f" of {outcome.max_attempts}" if outcome.max_attempts else ""
@@ -157,34 +162,45 @@ class Replay:
                 )
         if kind.fate != "waiting":
             self.say(f"canary of {named(kind.kind)}: {kind.why}")
-        return True
 
     # The others
 
-    def _go_on(self, kinds: list[KindReplay], started: datetime) -> None:
-        members = list(kinds)
-        total = sum(len(kind.letters) for kind in members)
+    def _go_on(self, started: datetime) -> None:
+        """Kinds go on as soon as their own canary has lived: a slow one holds up no other."""
         allowance = max(1.0, self.rate * LOOK)
         last = time.monotonic()
-        while kinds := [kind for kind in kinds if kind.fate == "waiting"]:
-            share = max(1, min(BATCH, int(allowance / len(kinds))))
-            for kind in kinds:
-                if allowance < 1:
-                    break
-                batch = kind.letters[kind.attempted : kind.attempted + min(share, int(allowance))]
-                kind.attempted += len(batch)
-                kind.replayed += self._replay(batch)
-                allowance -= len(batch)
-                if kind.attempted == len(kind.letters):
-                    self._finish(kind)
-            kinds = kinds[1:] + kinds[:1]  # at a low rate everyone gets a turn
-            self.progress(sum(kind.replayed for kind in members), total)
-            self._stop_what_came_back(kinds, started)
-            if any(kind.fate == "waiting" for kind in kinds):
-                self.sleep(max(LOOK, (1 - allowance) / self.rate))
-                now = time.monotonic()
-                allowance = min(allowance + (now - last) * self.rate, max(1.0, self.rate))
-                last = now
+        give_up_at = last + self.patience.total_seconds()
+        while True:
+            self._look_at_canaries(late=last > give_up_at)
+            going = [
+                kind for kind in self.kinds if kind.fate == "waiting" and (kind.cleared or not self.canary)
+            ]
+            if going:
+                allowance -= self._replay_some(going, allowance)
+                members = [kind for kind in self.kinds if kind.cleared or not self.canary]
+                self.progress(
+                    sum(kind.replayed for kind in members), sum(len(kind.letters) for kind in members)
+                )
+                self._stop_what_came_back(going, started)
+            if all(kind.fate != "waiting" for kind in self.kinds):
+                return
+            self.sleep(max(LOOK, (1 - allowance) / self.rate))
+            now = time.monotonic()
+            allowance = min(allowance + (now - last) * self.rate, max(1.0, self.rate))
+            last = now
+
+    def _replay_some(self, kinds: list[KindReplay], allowance: float) -> int:
+        """The next of each kind, those first of which the fewest are done; how many that were."""
+        used = 0
+        share = max(1, min(BATCH, int(allowance / len(kinds))))
+        for kind in sorted(kinds, key=lambda kind: kind.attempted):
+            batch = kind.letters[kind.attempted : kind.attempted + min(share, int(allowance) - used)]
+            kind.attempted += len(batch)
+            kind.replayed += self._replay(batch)
+            used += len(batch)
+            if kind.attempted == len(kind.letters):
+                self._finish(kind)
+        return used
 
     def _finish(self, kind: KindReplay) -> None:
         """Again for those that somebody had locked, a few times: alerting locks rows for a moment."""

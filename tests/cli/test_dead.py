@@ -343,6 +343,29 @@ def test_interrupted_replay_harms_nothing(command, calls):
     assert {row["cycles"] for row in rows} == {1}
 
 
+def test_slow_canary_holds_up_no_other_kind(command, calls):
+    """Four kinds are mended and the fifth has nobody who serves it: the four come back at once."""
+    bury(calls, "mail", "Boom", 20)
+    bury(calls, "fax", "Boom", 20)
+    looks = iter(range(20))
+
+    def only_mail_runs(_: float) -> None:
+        calls.complete(calls.claim("mail", 100))
+        if next(looks, None) is None:
+            raise KeyboardInterrupt
+
+    with operations_as(command, calls) as operations:
+        replay = careful(operations, rate=10_000, sleep=only_mail_runs)
+        with pytest.raises(KeyboardInterrupt):
+            replay.run()
+
+    assert {kind.kind.topic: (kind.fate, kind.replayed) for kind in replay.kinds} == {
+        "mail": ("replayed", 20),
+        "fax": ("interrupted", 1),
+    }
+    assert statuses(calls, "fax") == {"DEAD_LETTERED": 19, "PENDING": 1}
+
+
 def test_one_request_replays_none_twice(command, calls):
     """What died again during the replay is not taken for one that is still to be replayed."""
     bury(calls, "mail", "Boom", 1)

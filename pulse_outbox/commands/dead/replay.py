@@ -206,7 +206,11 @@ def _print_plan(replay: Replay) -> None:
                 item["error_class"] or "-",
                 count(item["events"]),
                 ", ".join(map(str, item["generations"]))
-                + ("" if replay.generation is None else f" -> {replay.generation}"),
+                + (
+                    ""
+                    if replay.generation is None or item["generations"] == [replay.generation]
+                    else f" -> {replay.generation}"
+                ),
                 item["what"],
             )
             for item in _plan(replay)
