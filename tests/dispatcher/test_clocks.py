@@ -6,10 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import psycopg
 import pytest
+
+from pulse_outbox import Event, Outbox, RetryLater
+from tests.support.dispatching import Table, drain
 
 FAKETIME = next(
     (path for path in Path("/usr/lib").glob("*/faketime/libfaketime.so.1")),
@@ -75,7 +79,28 @@ def test_a_worker_whose_clock_is_ten_minutes_off(dsn, offset: str):
     assert by_topic["young"][1:3] == ("RETRYING", 1), "a young event, whatever the worker's clock says"
     assert 60 <= by_topic["young"][3] < 65
     assert by_topic["at"][1:3] == ("RETRYING", 1)
-    assert 89.5 < by_topic["at"][3] < 90.5
+    assert 90 <= by_topic["at"][3] < 92
+
+
+async def test_not_before_the_time_that_was_asked_for(dsn, outbox: Outbox, table: Table):
+    """However long the claim took: what the process knows of the database's time is never ahead of it."""
+
+    @outbox.handler("at")
+    async def at(event: Event) -> None:
+        raise RetryLater(event.created_at + timedelta(seconds=90))
+
+    await table.execute(
+        """
+        create function public.slow() returns trigger language plpgsql as $$
+        begin if new.status = 'RUNNING' then perform pg_sleep(0.5); end if; return new; end $$;
+        create trigger slow before update on pulse.outbox for each row execute function public.slow();
+        """
+    )
+    event_id = await table.enqueue(outbox, "at")
+    await drain(outbox, dsn)
+    row = await table.row(event_id)
+
+    assert timedelta(seconds=90) <= row.next_run_at - row.created_at < timedelta(seconds=92)
 
 
 def test_no_wall_clock_in_what_decides():
