@@ -283,6 +283,7 @@ def _print_result(replay: Replay, *, json_: bool) -> None:
         else:
             print(f"{letter.event_id} was not replayed: it is locked, or no longer dead")
         return
+    print()
     print_table(
         [
             Column(title="TOPIC", least=10),
@@ -305,7 +306,6 @@ def _print_result(replay: Replay, *, json_: bool) -> None:
         ],
     )
     left = sum(kind.left for kind in replay.kinds)
-    print(
-        f"\n{replay.replayed:,} replayed, {left:,} left dead"
-        + ("; the same command goes on with them" if left else "")
-    )
+    stopped = any(kind.fate in ("canary died", "came back") for kind in replay.kinds)
+    then = "; the same command goes on with them" + (" when the cause is mended" if stopped else "")
+    print(f"\n{replay.replayed:,} replayed, {left:,} left dead{then if left else ''}")
