@@ -10,16 +10,17 @@ import pytest
 import pytest_asyncio
 import structlog
 
-from pulse_outbox import Event, Outbox, TerminalHandlerError, alerts
+from pulse_outbox import Event, Outbox, TerminalHandlerError
+from pulse_outbox.alerts import paying
 from tests.support.dispatching import Table
 from tests.support.sentry_receiver import Receiver, receiving
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alerts, "LEASE", timedelta(seconds=0.5))
-    monkeypatch.setattr(alerts, "BACKOFF_FIRST", 0.05)
-    monkeypatch.setattr(alerts, "BACKOFF_LONGEST", 0.2)
+    monkeypatch.setattr(paying, "LEASE", timedelta(seconds=0.5))
+    monkeypatch.setattr(paying, "BACKOFF_FIRST", 0.05)
+    monkeypatch.setattr(paying, "BACKOFF_LONGEST", 0.2)
     monkeypatch.delenv("SENTRY_DSN", raising=False)
 
 

@@ -6,7 +6,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from pulse_outbox.alerts import Pace, Receipt, judge
+from pulse_outbox.alerts.paying import Pace
+from pulse_outbox.alerts.sentry import Receipt, judge
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
 

@@ -9,7 +9,8 @@ from uuid import UUID
 
 import pytest
 
-from pulse_outbox import Event, NewEvent, Outbox, RetryPolicy, alerts
+from pulse_outbox import Event, NewEvent, Outbox, RetryPolicy
+from pulse_outbox.alerts import sentry as sending
 from tests.support.dispatching import Table, dispatching
 from tests.support.sentry_receiver import Receiver
 from tests.support.waiting import wait_until_async
@@ -217,13 +218,13 @@ async def test_slow_sentry_slows_nothing(dsn, outbox: Outbox, table: Table, sent
         await paid(table, 1)
 
     [request] = sentry.requests
-    assert done_at - request.at < alerts.SEND_TIMEOUT
+    assert done_at - request.at < sending.SEND_TIMEOUT
 
 
 async def test_a_sentry_that_never_answers_is_given_up(
     dsn, outbox: Outbox, table: Table, sentry: Receiver, monkeypatch
 ):
-    monkeypatch.setattr(alerts, "SEND_TIMEOUT", 0.3)
+    monkeypatch.setattr(sending, "SEND_TIMEOUT", 0.3)
     sentry.answering.clear()
     async with dispatching(outbox, dsn):
         await table.enqueue(outbox, "dies", {})

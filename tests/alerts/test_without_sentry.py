@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pulse_outbox import DeadLetter, Outbox, alerts
+from pulse_outbox import DeadLetter, Outbox
+from pulse_outbox.alerts import errands, paying
 from tests.alerts.conftest import with_handlers
 from tests.support.dispatching import Table, dispatching
 from tests.support.sentry_receiver import Receiver
@@ -95,7 +96,7 @@ async def test_a_hook_that_fails_is_called_again_a_few_times(
     """Never for ever, and never at the cost of dispatch; in the end the line about it is the alert."""
     if with_sentry:
         monkeypatch.setenv("SENTRY_DSN", receiver.dsn)
-    monkeypatch.setattr(alerts, "HOOK_TRIES", 2)
+    monkeypatch.setattr(paying, "HOOK_TRIES", 2)
     calls: list[DeadLetter] = []
 
     def hook(letter: DeadLetter) -> None:
@@ -125,8 +126,8 @@ async def test_a_hook_that_fails_is_called_again_a_few_times(
 
 @pytest.mark.parametrize("is_async", [True, False])
 async def test_a_hook_that_hangs_holds_up_nothing(dsn, table: Table, logged, monkeypatch, is_async):
-    monkeypatch.setattr(alerts, "HOOK_TRIES", 2)
-    monkeypatch.setattr(alerts, "CALL_DEADLINE", 0.3)
+    monkeypatch.setattr(paying, "HOOK_TRIES", 2)
+    monkeypatch.setattr(errands, "CALL_DEADLINE", 0.3)
     end = threading.Event()
 
     def hook(letter: DeadLetter) -> None:
