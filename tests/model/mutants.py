@@ -91,7 +91,7 @@ MUTANTS = {
     "retries come back too early": Mutant(
         changes=(
             ("take", "and o.next_run_at <= p_now", ""),
-            ("outbox_claim", "where l.next_run_at <= v_now", ""),
+            ("outbox_claim", "where l.next_run_at <= v_now", "where true"),
         )
     ),
     "release keeps the attempt": Mutant(changes=(("outbox_release", "o.attempts - 1", "o.attempts"),)),
