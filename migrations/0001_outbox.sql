@@ -249,7 +249,12 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-  if exists (select 1 from pulse.dispatcher d where d.sleeping and d.topics && p_topics)
+  if exists (
+       select 1
+         from pulse.dispatcher d
+        where d.sleeping
+          and d.topics && p_topics
+          and d.last_seen_at > clock_timestamp() - d.lease)      -- or it was killed in its sleep
      and pg_notification_queue_usage() < 0.5      -- a full queue would fail the producer's commit; polling is enough
   then
     perform pg_notify('pulse_outbox_wake', '');
@@ -525,7 +530,8 @@ begin
          completed_at    = case d.status when 'DEAD_LETTERED' then p_now end,
          first_failed_at = coalesce(o.first_failed_at, p_now),
          last_error      = case when octet_length(d.error) <= 8192 then d.error else left(d.error, 2048) end,
-         last_failure    = d.failure,
+         -- A lapse does not know the handler; an earlier failure of the cycle may.
+         last_failure    = jsonb_strip_nulls(jsonb_build_object('handler', o.last_failure -> 'handler')) || d.failure,
          lease_until     = null,
          locked_by       = null,
          claim_token     = case when not p_reaped then o.claim_token end
@@ -1120,7 +1126,8 @@ $$;
 --
 -- When nobody has swept for two thirds of a lease (an outage, or nobody was there) leases have lapsed whose holders live:
 -- that sweep only sets a hold of one lease, which every sweeper respects, so that the living can report first.
--- p_full false: starts where the last sweep ended, and does not walk over what vacuum could not remove below.
+-- p_full false: starts where the last sweep ended, unless that one was held, and does not walk over what vacuum could not
+-- remove below.
 create function pulse.outbox_reap(
   p_limit integer     default 1000,
   p_lease interval    default '30 seconds',
@@ -1167,7 +1174,7 @@ begin
         from pulse.outbox o
        where o.status = 'RUNNING'
          and o.lease_until < v_now
-         and o.lease_until >= case when p_full then '-infinity' else v_swept end
+         and o.lease_until >= case when p_full or v_hold > v_swept then '-infinity' else v_swept end
        order by o.lease_until
        limit p_limit
          for update skip locked) as c;
@@ -1440,7 +1447,7 @@ begin
    where d.ctid = any (array(
            select old.ctid
              from pulse.dispatcher old
-            where old.last_seen_at < v_now - p_lease * 10
+            where old.last_seen_at < v_now - old.lease * 10
               for update skip locked));
 end
 $$;

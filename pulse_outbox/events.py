@@ -407,6 +407,8 @@ def _check_run_at(run_at: datetime) -> None:
         raise EnqueueError(f"run_at: a datetime is needed, not {_type_name(run_at)}")
     if run_at.utcoffset() is None:
         raise EnqueueError("run_at: needs a time zone, for instance datetime.now(timezone.utc)")
+    if not 2000 < run_at.year < 8999:  # a year of margin for time zones
+        raise EnqueueError("run_at: must lie between the years 2000 and 9000")
 
 
 def _short(text: str) -> str:

@@ -235,7 +235,7 @@ def _describe_group(group: BaseExceptionGroup[BaseException]) -> str:
 
 def _message(error: BaseException) -> str:
     if isinstance(error, ValidationError):
-        return f"{error.title}: {describe_validation(error)}"
+        return f"{error.title}: {describe_validation(error, known_names=())}"
     if any((kind.__module__, kind.__name__) == _STATEMENT_ERROR for kind in type(error).__mro__):
         original = getattr(error, "orig", None)
         return _describe(original) if isinstance(original, BaseException) else ""

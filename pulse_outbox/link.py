@@ -89,6 +89,10 @@ class Link:
         [(server_pid,)] = await self._ask(conn, b"select pg_catalog.pg_backend_pid()", ())
         if server_pid == conn.info.backend_pid:
             conn.prepare_threshold = 2
+            # A call that was given up may still finish, and its repetition finds what it did. But one that a stalled
+            # server gets to long after its repetition must not run: a claim would take rows that nobody holds.
+            milliseconds = int(self._call_timeout * 4000)
+            await self._ask(conn, b"select set_config('statement_timeout', %s, false)", (str(milliseconds),))
         return conn
 
     def _throw_away(self, conn: psycopg.AsyncConnection[Any], call: asyncio.Future[Any]) -> None:

@@ -251,7 +251,11 @@ class Outbox:
 
 
 def _check_schema_name(schema: str) -> str:
-    if not re.fullmatch(r"[a-z_][a-z0-9_]{0,40}", schema) or schema.startswith("pg_"):
+    if (
+        not re.fullmatch(r"[a-z_][a-z0-9_]{0,40}", schema)
+        or schema.startswith("pg_")
+        or schema == "information_schema"
+    ):
         raise SettingsError(
             f"{schema[:60]!r} can't be the schema's name: lower-case letters, digits and underscores, "
             "not starting with a digit or pg_, at most 41 characters"

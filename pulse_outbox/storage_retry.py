@@ -37,7 +37,7 @@ RETRYABLE_STATES: Final = frozenset(
     }
 )
 # After these the connection itself is of no more use, whatever it says of itself.
-CONNECTION_IS_LOST: Final = ("08", "57P0", "25006", "25P03", "25P04", "26000", "42P05")
+CONNECTION_IS_LOST: Final = ("08", "57P0", "25006", "25P03", "25P04", "0A000", "26000", "42P05")
 ONE_RUNNING_PER_KEY: Final = "outbox_one_running_per_key"
 
 

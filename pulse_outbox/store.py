@@ -145,7 +145,7 @@ class Store:
         rows = await self._call(
             "outbox_lanes",
             self._dequeue,
-            p_topics=_texts(topics),
+            p_topics=list(topics),
             p_generations=_bigints(generations),
             p_now=now,
         )
@@ -182,7 +182,7 @@ class Store:
                 "outbox_claim",
                 p_token=token,
                 p_worker=worker,
-                p_topics=_texts(topics),
+                p_topics=list(topics),
                 p_limit=limit,
                 p_lease=lease,
                 p_budgets=list(budgets) if budgets is not None else None,
@@ -304,7 +304,7 @@ class Store:
             p_host=host,
             p_pid=pid,
             p_version=version,
-            p_topics=_texts(topics),
+            p_topics=list(topics),
             p_generations=_bigints(generations),
             p_in_flight=in_flight,
             p_sleeping=sleeping,
@@ -496,10 +496,6 @@ def _uuids(values: Iterable[UUID]) -> str:
 
 def _claim_order(row: tuple[Any, ...]) -> tuple[int, datetime, int]:
     return -row[9], row[18], row[1]
-
-
-def _texts(values: Sequence[str]) -> list[str]:
-    return list(values)
 
 
 def _bigints(values: Sequence[int] | None) -> list[int] | None:

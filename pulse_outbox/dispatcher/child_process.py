@@ -134,7 +134,7 @@ class ChildProcess:
         for job in jobs:
             self._numbers += 1
             self._jobs[self._numbers] = job
-            job.stage = "running"
+            job.start()
             self._to_send.put_nowait(encode_job(self._numbers, job.claim))
         if self.ended.is_set():
             self._bury()

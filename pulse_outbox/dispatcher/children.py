@@ -338,7 +338,7 @@ class ChildSuspects:
         }
 
     def _failed_to_start(self, why: str) -> None:
-        pause = min(PAUSE_AFTER_FAILURE * 2**self._failures, PAUSE_AFTER_FAILURE_MAX)
+        pause = min(PAUSE_AFTER_FAILURE * 2 ** min(self._failures, 10), PAUSE_AFTER_FAILURE_MAX)
         self._failures += 1
         self._not_before = time.monotonic() + pause
         if self._condition.complain("suspects", f"the child process for suspects does not start: {why}"):

@@ -39,6 +39,7 @@ from pulse_outbox.store import Store
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Coroutine
     from datetime import timedelta
+    from types import FrameType
 
     from pulse_outbox.dispatcher.jobs import Job, Outcome
     from pulse_outbox.dispatcher.suspects import Suspects
@@ -85,6 +86,7 @@ class Dispatcher:
         self._stopping = asyncio.Event()
         self._why = ""
         self._exit_with_error = False
+        self._signalled_at: float | None = None
         self._condition = Condition()
         self._tally = Tally()
         self._in_flight = InFlight()
@@ -128,14 +130,17 @@ class Dispatcher:
     async def _run_with_signals(self) -> None:
         loop = asyncio.get_running_loop()
 
-        def on_signal(number: signal.Signals) -> None:
-            if self._stopping.is_set():
-                log.warning("outbox.ended_at_once", signal=number.name, in_flight=len(self._in_flight))
+        # Not through the event loop, which a handler may be blocking.
+        def on_signal(number: int, _: FrameType | None) -> None:
+            name = signal.Signals(number).name
+            if self._signalled_at is not None:
+                log.warning("outbox.ended_at_once", signal=name, in_flight=len(self._in_flight))
                 self._end_process(1)
-            self.stop(number.name)
+            self._signalled_at = time.monotonic()
+            loop.call_soon_threadsafe(self.stop, name)
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal, number)
+            signal.signal(number, on_signal)
         await self.run_async()
         if self.abandoned or await _leaked_tasks():
             # What can't be stopped would keep the interpreter from ending.
@@ -152,6 +157,17 @@ class Dispatcher:
             await asyncio.wait({calling})
             raise _StoppedEarly
         calling.result()
+
+    def _end_if_overdue(self) -> None:
+        """Called by the heart: a loop that a handler blocks can't end by itself."""
+        if self._signalled_at is None:
+            return
+        grace_ends = self._signalled_at + self.settings.seconds("grace") + FINAL_WRITES
+        if time.monotonic() > grace_ends and "loop" in self._condition.complaints:
+            log.error(
+                "outbox.ended_by_force", why="a handler blocks the event loop", in_flight=len(self._in_flight)
+            )
+            self._end_process(1)
 
     def _end_process(self, code: int) -> NoReturn:
         with suppress(Exception):
@@ -224,6 +240,7 @@ class Dispatcher:
             say_alive=self._say_alive,
             lost=self._lost,
             health=Health(live=self._is_live, ready=self._is_ready, facts=self._facts),
+            end_if_overdue=self._end_if_overdue,
         )
         await self._unless_stopped(self._say_alive(care_store))
         stack.push_async_callback(self._say_gone, care_store)

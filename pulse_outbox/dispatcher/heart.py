@@ -44,6 +44,7 @@ class Heart:
         say_alive: Callable[[Store], Awaitable[None]],
         lost: Callable[[Job], None],
         health: Health,
+        end_if_overdue: Callable[[], None],
     ) -> None:
         self._settings = settings
         self._in_flight = in_flight
@@ -52,6 +53,8 @@ class Heart:
         self._say_alive = say_alive
         self._lost = lost
         self._health = health
+        self._end_if_overdue = end_if_overdue
+        self._withdrawn: list[Job] = []
         self._main = asyncio.get_running_loop()
         self._seen = time.monotonic()
         self._blocked = False
@@ -121,7 +124,8 @@ class Heart:
     async def _beat(self, store: Store) -> None:
         """One heartbeat for every job that is not brand new; locked rows are tried again until they are free."""
         # What was claimed a moment ago is covered until the beat after this one.
-        jobs = list(self._in_flight.older_than(self._settings.seconds("heartbeat") / 2))
+        old = self._in_flight.older_than(self._settings.seconds("heartbeat") / 2)
+        jobs = [job for job in old if job not in self._withdrawn]
         give_up_at = time.monotonic() + self._settings.seconds("heartbeat") / 2
         while jobs:
             locked: list[Job] = []
@@ -160,20 +164,33 @@ class Heart:
                 self._condition.complain("loop", "a handler blocks the event loop")
             if still_for > lease and not self._blocked:
                 self._blocked = True
-                await self._release_waiting(store, still_for)
+                self._withdraw_waiting(still_for)
+            if self._withdrawn:
+                await self._release_withdrawn(store)
+            self._end_if_overdue()
 
     def _loop_is_alive(self) -> None:
         self._seen = time.monotonic()
         self._blocked = False
         self._condition.is_well("loop")
 
-    async def _release_waiting(self, store: Store, still_for: float) -> None:
+    def _withdraw_waiting(self, still_for: float) -> None:
         """The loop stands still: what has not started may run elsewhere. What runs keeps its lease."""
-        waiting = [job for job in self._in_flight.snapshot() if job.stage == "waiting" and job.withdraw()]
-        log.error("outbox.loop_blocked", seconds=round(still_for, 1), released=len(waiting))
+        self._withdrawn += [
+            job for job in self._in_flight.snapshot() if job.stage == "waiting" and job.withdraw()
+        ]
+        log.error("outbox.loop_blocked", seconds=round(still_for, 1), released=len(self._withdrawn))
+
+    async def _release_withdrawn(self, store: Store) -> None:
+        """Tried at every look until the database has taken them back."""
         try:
-            await store.release([job.claim for job in waiting])
+            answers = await store.release([job.claim for job in self._withdrawn])
         except Exception as error:
-            log.warning("outbox.release_failed", error=type(error).__name__, jobs=len(waiting))
-        for job in waiting:
-            self._main.call_soon_threadsafe(self._in_flight.remove, job)
+            if self._condition.complain("release", f"waiting jobs can't be released: {type(error).__name__}"):
+                log.warning("outbox.release_failed", error=type(error).__name__, jobs=len(self._withdrawn))
+            return
+        self._condition.is_well("release")
+        for job in self._withdrawn:
+            if answers.get(job.claim.event_id) != "locked":
+                self._main.call_soon_threadsafe(self._in_flight.remove, job)
+        self._withdrawn = [job for job in self._withdrawn if answers.get(job.claim.event_id) == "locked"]

@@ -136,12 +136,16 @@ class Intake:
         if self._needs_room:
             self._stirred.set()
 
-    async def hold(self, why: str, *, patience: float = HOLD_PATIENCE) -> None:
-        """Claims nothing more until `let_go`; returns when no claim is under way, or after *patience* seconds."""
+    async def hold(self, why: str, *, patience: float = HOLD_PATIENCE) -> bool:
+        """Claims nothing more until `let_go`, and says whether no claim is under way or unanswered any more.
+
+        What a claim still brings after this goes back.
+        """
         self._holds.add(why)
         give_up_at = time.monotonic() + patience
         while self._claiming and time.monotonic() < give_up_at:
             await asyncio.sleep(0.005)
+        return self._unanswered is None
 
     def let_go(self, why: str) -> None:
         """Ends one hold; others may go on."""
@@ -277,7 +281,7 @@ class Intake:
         jobs = [Job(claim, self._handlers[claim.topic], claimed_at, lease) for claim in claims]
         for job in jobs:
             self._in_flight.add(job)
-        if STOPPING in self._holds:
+        if self._holds:
             for job in jobs:
                 job.withdraw()
                 self._settler.add(Released(job))

@@ -138,7 +138,7 @@ def apart(jobs: Iterable[Job]) -> list[list[Job]]:
 
 
 class InFlight:
-    """The jobs that this process holds, oldest claim first.
+    """The jobs that this process holds.
 
     Written by the event loop, read by the heart's thread: each method is one step under the interpreter's lock.
     """
@@ -192,6 +192,5 @@ class InFlight:
         """Those claimed longer ago than this."""
         limit = time.monotonic() - seconds
         for job in self.snapshot():
-            if job.claimed_at > limit:
-                return
-            yield job
+            if job.claimed_at <= limit:
+                yield job

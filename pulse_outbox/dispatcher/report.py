@@ -83,11 +83,10 @@ class Report:
 
     def _lapsed(self, outcome: Lapsed, *, died: bool) -> None:
         fields = {**job_fields(outcome.job), "error": outcome.error, "rule": "worker.died"}
+        log.warning("outbox.lapsed", **fields, status="DEAD_LETTERED" if died else "RETRYING")
         if died:
             self._dead({**fields, "verdict": "transient"})
-        else:
-            log.warning("outbox.lapsed", **fields)
-            self._due_in(0)
+        self._due_in(0)
 
     def _dead(self, fields: dict[str, Any]) -> None:
         self._tally.dead += 1

@@ -58,6 +58,7 @@ class Settler:
         self._wanted = asyncio.Event()
         self._busy = False
         self._locked_tries: dict[Job, int] = {}
+        self._answered_jobs: set[Job] = set()
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._locked_tries)
@@ -94,9 +95,11 @@ class Settler:
         for kind in {type(outcome) for outcome in batch}:
             group = [outcome for outcome in batch if type(outcome) is kind]
             for part in _alike(group):
-                await self._offer(part)
-                done = set(map(id, part))
-                batch[:] = [outcome for outcome in batch if id(outcome) not in done]
+                try:
+                    await self._offer(part)
+                finally:
+                    batch[:] = [outcome for outcome in batch if outcome.job not in self._answered_jobs]
+                    self._answered_jobs.clear()
 
     async def _offer(self, part: list[Outcome]) -> None:
         try:
@@ -117,7 +120,9 @@ class Settler:
             return
         [outcome] = part
         if isinstance(outcome, Failed) and outcome.error != UNSTORABLE:
-            plain = Failed(outcome.job, UNSTORABLE, {"rule": "unstorable"}, outcome.delay, outcome.terminal)
+            known = {"handler": outcome.job.handler.name, "verdict": outcome.failure.get("verdict")}
+            failure = {**known, "error_class": "Unstorable", "rule": "unstorable"}
+            plain = Failed(outcome.job, UNSTORABLE, failure, outcome.delay, outcome.terminal)
             await self._offer([plain])
             return
         log.error(
@@ -127,7 +132,7 @@ class Settler:
             outcome=type(outcome).__name__,
             sqlstate=getattr(error, "sqlstate", None),
         )
-        self._over(outcome, "lost")  # its lease runs out, and the watchdog decides
+        self._answered(outcome, "lost")  # its lease runs out, and the watchdog decides
 
     async def _send(self, part: Sequence[Outcome]) -> Mapping[UUID, Answer]:
         """The one call that stores outcomes of one kind."""
@@ -151,10 +156,11 @@ class Settler:
                 assert_never(first)
 
     def _answered(self, outcome: Outcome, answer: Answer | None) -> None:
+        self._answered_jobs.add(outcome.job)
         if answer == "locked":
             tries = self._locked_tries.get(outcome.job, 0)
             self._locked_tries[outcome.job] = tries + 1
-            pause = min(LOCKED_PAUSE * 2**tries, LOCKED_PAUSE_MAX)
+            pause = min(LOCKED_PAUSE * 2 ** min(tries, 10), LOCKED_PAUSE_MAX)
             asyncio.get_running_loop().call_later(pause, self.add, outcome)
             return
         self._over(outcome, answer)

@@ -172,8 +172,10 @@ class Slots:
         try:
             outcome = await self._runner.run(job)
         except BaseException as error:
+            if self._closing and not job.handler.is_async:
+                raise  # its thread may still be at it: the lease decides
             if self._closing:
-                raise
+                return self._cut_off(job, error)
             outcome = self._runner.failed(job, error)
         if slot.task.cancelling():
             await self._forget_cancellation(slot.task)
@@ -188,6 +190,12 @@ class Slots:
                 raise
         while task.cancelling():
             task.uncancel()
+
+    def _cut_off(self, job: Job, error: BaseException) -> Outcome:
+        """The grace was over, and the handler obeyed: it goes back, unless it must never be started twice."""
+        if job.claim.max_attempts == 1:
+            return self._runner.failed(job, error)
+        return Released(job)
 
     def _timed_out(self, job: Job) -> Outcome:
         return self._runner.failed(job, TimedOut(f"the handler ran longer than {job.handler.timeout:g} s"))

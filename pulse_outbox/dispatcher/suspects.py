@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from typing import TYPE_CHECKING, Protocol
+from uuid import uuid4
 
 from pulse_outbox.dispatcher.jobs import Job
 from pulse_outbox.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
+    from uuid import UUID
 
     from pulse_outbox.dispatcher.intake import Intake
     from pulse_outbox.dispatcher.jobs import InFlight
@@ -72,6 +74,7 @@ class LonelySuspects:
         self._intake = intake
         self._lanes: Sequence[LaneKey] = ()
         self._some = asyncio.Event()
+        self._token: UUID | None = None
         self._closing = False
         self.waiting = 0
 
@@ -95,9 +98,9 @@ class LonelySuspects:
         while True:
             await self._some.wait()
             self._some.clear()
-            await self._intake.hold(SUSPECT)
+            quiet = await self._intake.hold(SUSPECT)
             try:
-                if quiet := await self._quiet() and not self._closing:
+                if quiet := quiet and await self._quiet() and not self._closing:
                     await self._run_one()
             finally:
                 self._intake.let_go(SUSPECT)
@@ -108,7 +111,10 @@ class LonelySuspects:
     async def _run_one(self) -> None:
         topics = sorted(self._handlers)
         claimed_at = time.monotonic()
+        # Kept until it is answered: a claim that was forgotten would lapse, and that would spend the budget.
+        self._token = self._token or uuid4()
         claims = await self._store.claim(
+            token=self._token,
             limit=1,
             topics=topics,
             worker=self._settings.worker,
@@ -117,19 +123,23 @@ class LonelySuspects:
             lanes=[{**lane._asdict(), "quota": 1} for lane in self._lanes],
             alone=True,
         )
+        self._token = None
         for claim in claims:
             log.info("outbox.suspect", event_id=str(claim.event_id), topic=claim.topic, lapses=claim.lapses)
             job = Job(claim, self._handlers[claim.topic], claimed_at, self._settings.seconds("lease"))
             self._in_flight.add(job)
             self._slots.add([job])
-
-        while self._slots.running or self._slots.waiting:
+        while not self._is_quiet():
             await asyncio.sleep(0.01)
+
+    def _is_quiet(self) -> bool:
+        # A slot whose handler can't be stopped after its timeout is lost, but it must not stop everything else.
+        return not self._slots.worth_waiting_for and not self._slots.waiting
 
     async def _quiet(self) -> bool:
         """Waits until nothing runs in this process, but not for long."""
         give_up_at = time.monotonic() + QUIET_PATIENCE
-        while self._slots.running or self._slots.waiting:
+        while not self._is_quiet():
             if time.monotonic() > give_up_at:
                 return False
             await asyncio.sleep(0.01)

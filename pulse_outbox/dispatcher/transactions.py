@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 from psycopg import sql
+from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
 
 from pulse_outbox.link import CALL_TIMEOUT, connection_string, shut_down
@@ -82,8 +83,10 @@ class Transactions:
                 # The rest, with the commit, is ours to wait for: a server that does not answer is not waited for long.
                 deadline = asyncio.get_running_loop().call_later(DEADLINE, shut_down, conn)
                 give_up_at = time.monotonic() + PATIENCE
+                # A cursor of its own: the handler may have given the connection another row factory.
+                cursor = conn.cursor(row_factory=tuple_row)
                 while self._is_locked(
-                    await (await conn.execute(self._complete, _of(job))).fetchall(), give_up_at
+                    await (await cursor.execute(self._complete, _of(job))).fetchall(), give_up_at
                 ):
                     await asyncio.sleep(LOCKED_PAUSE)
         except psycopg.Error as error:
@@ -93,6 +96,7 @@ class Transactions:
         finally:
             if deadline is not None:
                 deadline.cancel()
+            conn.row_factory = tuple_row
             await self._async_pool.putconn(conn)
 
     def run_sync(self, job: Job, build: Callable[[Any], Event[Any]]) -> None:
@@ -109,7 +113,8 @@ class Transactions:
                 job.handler.function(build(conn))
                 deadline.start()
                 give_up_at = time.monotonic() + PATIENCE
-                while self._is_locked(conn.execute(self._complete, _of(job)).fetchall(), give_up_at):
+                cursor = conn.cursor(row_factory=tuple_row)
+                while self._is_locked(cursor.execute(self._complete, _of(job)).fetchall(), give_up_at):
                     time.sleep(LOCKED_PAUSE)
         except psycopg.Error as error:
             if loses_connection(error):
@@ -117,6 +122,7 @@ class Transactions:
             raise
         finally:
             deadline.cancel()
+            conn.row_factory = tuple_row
             self._pool.putconn(conn)
 
     def _is_locked(self, answers: list[tuple[Any, ...]], give_up_at: float) -> bool:
@@ -135,7 +141,8 @@ class Transactions:
 
 async def _check_async(conn: psycopg.AsyncConnection[Any]) -> None:
     await conn.set_autocommit(True)
-    if await (await conn.execute(_IS_READ_ONLY)).fetchone() != ("off",):
+    cursor = conn.cursor(row_factory=tuple_row)
+    if await (await cursor.execute(_IS_READ_ONLY)).fetchone() != ("off",):
         await conn.close()  # or the pool would keep it
         raise psycopg.OperationalError("the server is read-only")
     await conn.set_autocommit(False)
@@ -143,7 +150,7 @@ async def _check_async(conn: psycopg.AsyncConnection[Any]) -> None:
 
 def _check(conn: psycopg.Connection[Any]) -> None:
     conn.autocommit = True
-    if conn.execute(_IS_READ_ONLY).fetchone() != ("off",):
+    if conn.cursor(row_factory=tuple_row).execute(_IS_READ_ONLY).fetchone() != ("off",):
         conn.close()
         raise psycopg.OperationalError("the server is read-only")
     conn.autocommit = False

@@ -270,3 +270,27 @@ async def test_a_lease_that_ran_out_unnoticed_is_not_run(dsn, outbox: Outbox, ta
         assert len(dispatcher._in_flight) == 0
 
     assert runs == [1], "only the second event ran here"
+
+
+async def test_a_stuck_suspect_stops_nobody_else(dsn, outbox: Outbox, table: Table):
+    """Settled at its timeout, its thread goes on: the dispatcher must not wait for it with everything held."""
+    release = threading.Event()
+
+    @outbox.handler("stuck", timeout=0.3, retry=RetryPolicy(max_attempts=1))
+    def stuck(event: Event) -> None:
+        release.wait(30)
+
+    @outbox.handler("other")
+    async def other(event: Event) -> None:
+        return None
+
+    await table.enqueue(outbox, "stuck")
+    await table.execute("update pulse.outbox set lapses = 1")
+    try:
+        async with dispatching(outbox, dsn):
+            await table.until("topic = 'stuck' and status = 'DEAD_LETTERED'", 1)
+            await table.enqueue(outbox, "other")
+            await table.until("topic = 'other' and status = 'COMPLETED'", 1)
+            release.set()
+    finally:
+        release.set()

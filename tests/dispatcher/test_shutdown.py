@@ -324,3 +324,30 @@ async def test_told_to_stop_while_it_can_not_start(dsn):
             await asyncio.to_thread(worker.wait, 15)
 
     assert "AttributeError" not in worker.text
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_blocked_loop_does_not_keep_the_process(dsn, signals: int):
+    """Signals are not the event loop's business: a handler may have stopped it for good."""
+    enqueue(dsn, NewEvent("blocks the loop", {"seconds": 60}))
+    with working(dsn, grace=0.5) as worker:
+        worker.next()
+        for _ in range(signals):
+            worker.process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)  # two signals at once are one
+
+        assert worker.wait(within=15 if signals == 1 else 3) == 1
+
+
+async def test_an_obedient_handler_goes_back_when_the_grace_is_over(dsn, outbox: Outbox, table: Table):
+    """A deploy in the middle of a long job must not make a suspect of it."""
+
+    @outbox.handler("long")
+    async def long(event: Event) -> None:
+        await asyncio.sleep(60)
+
+    await table.enqueue(outbox, "long")
+    async with dispatching(outbox, dsn, grace=0.2):
+        await table.until("status = 'RUNNING'", 1)
+
+    assert await table.count("status = 'PENDING' and attempts = 0 and lapses = 0") == 1

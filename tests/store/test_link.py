@@ -303,5 +303,20 @@ async def test_session_keeps_nothing_that_a_pooler_would_mix_up(dsn, table: Tabl
     await store.close()
 
     assert (prepared[0] > 0) == prepares
-    assert changed == (None,)
+    assert changed == (["statement_timeout"] if prepares else None,)
     assert locks == (0,)
+
+
+async def test_a_function_that_a_migration_replaced_is_called_on_a_new_connection(dsn, table: Table):
+    """FAULTS 39: a prepared statement still knows the old result type, and would for ever."""
+    store = Store(Link(dsn))
+    for _ in range(5):
+        await store.heal()
+    await table.execute("alter function pulse.outbox_heal(text, integer, timestamptz) rename to old_heal")
+    await table.execute(
+        "create function pulse.outbox_heal(p_after text, p_limit integer, p_now timestamptz, "
+        "out last_key text, out healed bigint) language sql as 'select null::text, 7::bigint'"
+    )
+
+    assert await store.heal() == (None, 7)
+    await store.close()

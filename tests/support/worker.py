@@ -51,6 +51,13 @@ def sleeps_in_a_thread(event: Event[dict]) -> None:
     say("ended", event)
 
 
+@outbox.handler("blocks the loop")
+async def blocks_the_loop(event: Event[dict]) -> None:
+    say("started", event)
+    threading.Event().wait(event.payload["seconds"])
+    say("ended", event)
+
+
 @outbox.handler("ignores cancellation")
 async def ignores_cancellation(event: Event[dict]) -> None:
     say("started", event)
