@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pulse_outbox import __version__
 from pulse_outbox.alerts import Alerts
-from pulse_outbox.dispatcher import care, sentry
+from pulse_outbox.dispatcher import care, sentry, systemd
 from pulse_outbox.dispatcher.children import ChildSuspects
 from pulse_outbox.dispatcher.health import Health
 from pulse_outbox.dispatcher.heart import Heart
@@ -249,6 +249,7 @@ class Dispatcher:
         self._slots.start()
         stack.push_async_callback(self._slots.close)
         self._start_loops(stack, care_store)
+        systemd.tell(f"READY=1\nSTATUS=serving {len(self._handlers)} topics as {settings.worker}")
         log.info(
             "outbox.started",
             version=__version__,
@@ -301,6 +302,7 @@ class Dispatcher:
 
     async def _drain(self) -> None:
         """No more claims; what has not started goes back, what runs gets its grace, what ended is stored."""
+        systemd.tell("STOPPING=1")
         self._give_back(self._handlers)
         await self._intake.hold(STOPPING)
         log.info("outbox.stopping", why=self._why, running=self._slots.running, waiting=self._slots.waiting)

@@ -11,6 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from pulse_outbox.dispatcher import systemd
 from pulse_outbox.dispatcher.health import serve_health
 from pulse_outbox.dispatcher.jobs import apart
 from pulse_outbox.log import log
@@ -95,6 +96,7 @@ class Heart:
             tasks = [
                 asyncio.create_task(self._beat_for_ever(store)),
                 asyncio.create_task(self._watch_for_ever(store)),
+                asyncio.create_task(self._tell_systemd_for_ever()),
             ]
             await self._stop.wait()
             for task in tasks:
@@ -151,6 +153,14 @@ class Heart:
             elif job in self._in_flight:
                 self._main.call_soon_threadsafe(self._lost, job)
         return locked
+
+    async def _tell_systemd_for_ever(self) -> None:
+        """Says that the process lives for as long as a restart would not help."""
+        interval = systemd.watchdog_interval()
+        while interval is not None:
+            if not self._health.live():
+                systemd.tell("WATCHDOG=1")
+            await asyncio.sleep(interval)
 
     # The main event loop
 
