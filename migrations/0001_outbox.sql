@@ -209,9 +209,7 @@ create table pulse.dispatcher (
   sleeping     boolean     not null default false,
   lease        interval    not null default '30 seconds',
   completed    bigint      not null default 0,             -- events since it started
-  rate         real,                                       -- completed per second, over the last ten seconds or more
-  rated_at     timestamptz not null default clock_timestamp(),
-  rated        bigint      not null default 0,             -- completed, at rated_at
+  rates        real[],                                     -- completed per second of each of its topics, lately; null: too early to say
   constraint dispatcher_pkey primary key (worker)
 ) with (fillfactor = 50);
 comment on table pulse.dispatcher is
@@ -1406,10 +1404,11 @@ end
 $$;
 
 -- Says that a dispatcher is alive, and forgets those that have not said so for ten leases.
--- p_completed: events since it started, from which its rate is taken.
+-- p_completed: events since it started. p_rates: of each of its topics, completed per second.
 create function pulse.dispatcher_seen(
   p_worker text, p_host text, p_pid integer, p_version text, p_topics text[], p_generations bigint[], p_in_flight integer,
-  p_sleeping boolean, p_lease interval default '30 seconds', p_completed bigint default 0, p_now timestamptz default null)
+  p_sleeping boolean, p_lease interval default '30 seconds', p_completed bigint default 0, p_rates real[] default null,
+  p_now timestamptz default null)
 returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -1429,17 +1428,14 @@ begin
          sleeping = p_sleeping,
          lease = p_lease,
          completed = p_completed,
-         rate = case when d.rated_at <= v_now - interval '10 seconds'
-                  then greatest(p_completed - d.rated, 0) / extract(epoch from v_now - d.rated_at) else d.rate end,
-         rated = case when d.rated_at <= v_now - interval '10 seconds' then p_completed else d.rated end,
-         rated_at = case when d.rated_at <= v_now - interval '10 seconds' then v_now else d.rated_at end
+         rates = p_rates
    where d.ctid = any (array(
            select own.ctid from pulse.dispatcher own where own.worker = p_worker for update skip locked));
   if not found then
     insert into pulse.dispatcher (worker, host, pid, version, topics, generations, started_at, last_seen_at, in_flight, sleeping,
-                                  lease, completed, rated_at, rated)
+                                  lease, completed, rates)
     select p_worker, p_host, p_pid, p_version, p_topics, p_generations, v_now, v_now, p_in_flight, p_sleeping,
-           p_lease, p_completed, v_now, p_completed
+           p_lease, p_completed, p_rates
      where not exists (select 1 from pulse.dispatcher d where d.worker = p_worker)      -- there, and locked: next time
     on conflict (worker) do nothing;
   end if;
@@ -1859,13 +1855,14 @@ select d.worker,
        d.generations,
        d.in_flight,
        d.completed,
-       d.rate,
+       (select sum(r) from unnest(d.rates) as r) as rate,
        clock_timestamp() - d.last_seen_at as last_seen,
        d.started_at,
-       d.last_seen_at
+       d.last_seen_at,
+       d.rates
   from pulse.dispatcher d;
 comment on view pulse.dispatcher_status is
-  'Who runs events. alive: seen within its lease. rate: completed per second. generations null: all. Those not seen for ten leases are forgotten.';
+  'Who runs events. alive: seen within its lease. rate: completed per second; rates: the same for each of its topics. generations null: all. Those not seen for ten leases are forgotten.';
 
 -- Unfinished work by topic and generation. By the partial indexes, each with its own condition: completed rows are not looked at.
 create function pulse.count_topics()
@@ -1909,6 +1906,10 @@ with counted as materialized (
   select * from pulse.count_topics()
 ), living as materialized (
   select * from pulse.dispatcher_status where alive
+), rated as (
+  select t.topic collate "C" as topic, sum(t.rate) as rate
+    from living d, unnest(d.topics, d.rates) as t (topic, rate)
+   group by 1
 ), named as (
   select topic collate "C" as topic from counted
    union
@@ -1925,6 +1926,7 @@ select n.topic,
        coalesce(sum(c.dead), 0)::bigint as dead,
        clock_timestamp() - min(c.oldest_due) as oldest_wait,
        clock_timestamp() - min(c.oldest_claim) as longest_running,
+       min(r.rate) as rate,
        (select p.reason from pulse.pause p where p.topic is null or p.topic = n.topic order by p.topic limit 1) as paused,
        array(select d.worker from living d where n.topic = any (d.topics) order by d.worker) as served_by,
        coalesce(sum(c.due + c.later + c.parked) filter (
@@ -1935,9 +1937,10 @@ select n.topic,
               and (d.generations is null or c.generation = 0 or c.generation = any (d.generations)))), 0)::bigint as unserved
   from named n
   left join counted c on c.topic = n.topic
+  left join rated r on r.topic = n.topic
  group by n.topic;
 comment on view pulse.topic_status is
-  'Unfinished work by topic, and who serves it. due, later and parked hold what waits; retrying: those of them that have failed. unserved: those of them whose topic and generation no living dispatcher serves.';
+  'Unfinished work by topic, and who serves it. due, later and parked hold what waits; retrying: those of them that have failed. unserved: those of them whose topic and generation no living dispatcher serves. rate: completed per second, lately.';
 
 -- Ordering keys that do not move by themselves: behind a dead letter that holds its key, or behind a parked head, which a
 -- dispatcher heals within seconds. waiting counts no further than 1,000. Parked heads are looked for among p_keys keys.
@@ -2058,7 +2061,7 @@ begin
       pulse.outbox_next_alert(interval, text[], text[], integer, timestamptz),
       pulse.outbox_pay_alert(uuid, timestamptz),
       pulse.outbox_prune(interval, bigint, integer, boolean, timestamptz),
-      pulse.dispatcher_seen(text, text, integer, text, text[], bigint[], integer, boolean, interval, bigint, timestamptz),
+      pulse.dispatcher_seen(text, text, integer, text, text[], bigint[], integer, boolean, interval, bigint, real[], timestamptz),
       pulse.dispatcher_gone(text)
       to pulse_dispatcher;
   end if;

@@ -81,6 +81,8 @@ class TopicStatus:
     dead: int
     oldest_wait: timedelta | None
     longest_running: timedelta | None
+    rate: float | None
+    """Completed per second, lately; None when no dispatcher has said it yet."""
     paused: str | None
     served_by: list[str]
     unserved: int
@@ -232,8 +234,8 @@ class Operations:
     def topics(self) -> list[TopicStatus]:
         return self._values(
             TopicStatus,
-            """select topic, due, later, running, retrying, parked, dead, oldest_wait, longest_running, paused,
-                      served_by, unserved
+            """select topic, due, later, running, retrying, parked, dead, oldest_wait, longest_running, rate,
+                      paused, served_by, unserved
                  from {schema}.topic_status order by topic""",
         )
 

@@ -294,9 +294,13 @@ class Store:
         sleeping: bool,
         lease: timedelta,
         completed: int = 0,
+        rates: Sequence[float] | None = None,
         now: datetime | None = None,
     ) -> None:
-        """Says that this dispatcher is alive, and whether producers must wake it. *completed*: since it started."""
+        """Says that this dispatcher is alive, and whether producers must wake it.
+
+        *completed* since it started; *rates*: completed per second, of each topic.
+        """
         await self._call(
             "dispatcher_seen",
             self._storage,
@@ -310,6 +314,7 @@ class Store:
             p_sleeping=sleeping,
             p_lease=lease,
             p_completed=completed,
+            p_rates=list(rates) if rates is not None else None,
             p_now=now,
         )
 
@@ -452,6 +457,7 @@ _TYPES = {
     "p_errors": "text[]",
     "p_budgets": "integer[]",
     "p_generations": "bigint[]",
+    "p_rates": "real[]",
     "p_event_ids": "uuid[]",
     "p_tokens": "uuid[]",
     "p_delays": "interval[]",

@@ -14,6 +14,7 @@ from pulse_outbox.commands.terminal import (
     print_json,
     print_table,
     printable,
+    rate,
 )
 from pulse_outbox.operations import DispatcherStatus, Operations, TopicStatus, connect
 
@@ -26,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = """\
 What is unfinished, by topic. DUE could run now, LATER is scheduled or backs off, PARKED waits for an earlier event of
 its ordering key; RETRY counts those of the three that have failed before. WAIT is how long the oldest due event has
-been due, RUN how long ago the oldest running one was claimed. Completed events are not counted: RATE, of each
-dispatcher, says how many complete in a second."""
+been due, RUN how long ago the oldest running one was claimed. Completed events are not counted: RATE, of each topic
+and each dispatcher, says how many complete in a second, measured over the last heartbeats."""
     parser.epilog = """\
 examples:
   pulse-outbox status
@@ -73,10 +74,10 @@ def _print_topics(topics: Sequence[TopicStatus]) -> None:
     if not topics:
         print("no unfinished events, and no topic is served")
         return
-    columns = [Column(title="TOPIC", least=12)]
+    columns = [Column(title="TOPIC", least=6)]
     columns += [
         Column(title=name, right=True)
-        for name in ("DUE", "LATER", "RUNNING", "RETRY", "PARKED", "DEAD", "WAIT", "RUN")
+        for name in ("DUE", "LATER", "RUNNING", "RETRY", "PARKED", "DEAD", "WAIT", "RUN", "RATE")
     ]
     columns.append(Column(title="SERVED BY", least=9))
     print_table(
@@ -89,6 +90,7 @@ def _print_topics(topics: Sequence[TopicStatus]) -> None:
                 ),
                 duration(topic.oldest_wait),
                 duration(topic.longest_running),
+                rate(topic.rate),
                 served_by(topic),
             )
             for topic in topics
@@ -128,7 +130,7 @@ def _print_dispatchers(dispatchers: Sequence[DispatcherStatus]) -> None:
                 one.version,
                 "all" if one.generations is None else ", ".join(map(str, one.generations)),
                 one.in_flight,
-                "-" if one.rate is None else f"{one.rate:.0f}/s" if one.rate >= 10 else f"{one.rate:.1f}/s",
+                rate(one.rate),
                 f"{duration(one.last_seen)} ago" + ("" if one.alive else ", GONE?"),
                 ", ".join(one.topics),
             )

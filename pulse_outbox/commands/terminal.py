@@ -137,6 +137,11 @@ def duration(value: timedelta | None) -> str:
     return f"{seconds}s"
 
 
+def rate(value: float | None) -> str:
+    """Per second: 0.3, 120."""
+    return "-" if value is None else f"{value:.1f}" if value < 10 else count(round(value))
+
+
 def moment(value: datetime | None) -> str:
     return "-" if value is None else value.astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
 
@@ -196,10 +201,10 @@ def time_argument(text: str) -> datetime | timedelta:
 
 
 def rate_argument(text: str) -> float:
-    rate = float(text.removesuffix("/s"))
-    if not 0 < rate <= 10_000:
+    number = float(text.removesuffix("/s"))
+    if not 0 < number <= 10_000:
         raise ValueError(text)
-    return rate
+    return number
 
 
 # argparse names the function in its complaint.

@@ -26,7 +26,7 @@ from pulse_outbox.dispatcher.running import Runner
 from pulse_outbox.dispatcher.settings import DispatcherSettings
 from pulse_outbox.dispatcher.settling import Settler
 from pulse_outbox.dispatcher.slots import Slots
-from pulse_outbox.dispatcher.state import Condition, Tally
+from pulse_outbox.dispatcher.state import Condition, Tally, Throughput
 from pulse_outbox.dispatcher.suspects import LonelySuspects
 from pulse_outbox.dispatcher.transactions import Transactions
 from pulse_outbox.dispatcher.wakeup import listen
@@ -89,6 +89,7 @@ class Dispatcher:
         self._signalled_at: float | None = None
         self._condition = Condition()
         self._tally = Tally()
+        self._throughput = Throughput(sorted(self._handlers), time.monotonic())
         self._in_flight = InFlight()
         self._said_sleeping: bool | None = None
 
@@ -201,6 +202,7 @@ class Dispatcher:
         )
         self._report = Report(
             tally=self._tally,
+            throughput=self._throughput,
             sentry=self._sentry,
             died=lambda: self._alerts.wake(),  # noqa: PLW0108  made after this
             due_in=lambda seconds: self._intake.expect(seconds),  # noqa: PLW0108  made after this
@@ -440,6 +442,7 @@ class Dispatcher:
             sleeping=sleeping and settings.notify,
             lease=settings.lease_time,
             completed=self._tally.completed,
+            rates=self._throughput.rates(time.monotonic()),
         )
         self._said_sleeping = sleeping
 

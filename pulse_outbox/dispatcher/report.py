@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from pulse_outbox.dispatcher.jobs import Job, Outcome
     from pulse_outbox.dispatcher.sentry import Sentry
-    from pulse_outbox.dispatcher.state import Tally
+    from pulse_outbox.dispatcher.state import Tally, Throughput
     from pulse_outbox.store import Answer
 
 
@@ -27,11 +27,13 @@ class Report:
         self,
         *,
         tally: Tally,
+        throughput: Throughput,
         sentry: Sentry | None,
         died: Callable[[], None],
         due_in: Callable[[float], None],
     ) -> None:
         self._tally = tally
+        self._throughput = throughput
         self._sentry = sentry
         self._died = died
         self._due_in = due_in
@@ -44,6 +46,7 @@ class Report:
         match outcome:
             case Completed() | Over():
                 self._tally.completed += 1
+                self._throughput.completed[outcome.job.claim.topic] += 1
             case Failed():
                 self._failed(outcome, died=answer == "DEAD_LETTERED")
             case Snoozed():

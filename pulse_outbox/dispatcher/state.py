@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+RATE_WINDOW = 5.0
+"""Rates are taken over so many seconds at least: below the usual heartbeat, so that each brings new ones."""
 
 
 @dataclass(slots=True)
@@ -45,3 +49,22 @@ class Tally:
     def copy(self) -> Tally:
         """The present numbers."""
         return Tally(**{name: getattr(self, name) for name in self.__slots__})
+
+
+class Throughput:
+    """How many events of each topic have completed, and lately complete in a second."""
+
+    def __init__(self, topics: Iterable[str], now: float) -> None:
+        self.completed = dict.fromkeys(topics, 0)
+        self._since = (now, list(self.completed.values()))
+        self._rates: list[float] | None = None
+
+    def rates(self, now: float) -> list[float] | None:
+        """Completed per second, of each topic in the order given; None before the first few seconds are over."""
+        # Asked by two threads. Each replaces the mark as a whole: at worst both measure the same seconds.
+        began, before = self._since
+        if now - began >= RATE_WINDOW:
+            counts = list(self.completed.values())
+            self._rates = [(count - old) / (now - began) for count, old in zip(counts, before, strict=True)]
+            self._since = (now, counts)
+        return self._rates

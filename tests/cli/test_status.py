@@ -10,7 +10,7 @@ from tests.sql.calls import seconds
 
 TOPIC_KEYS = [
     "topic", "due", "later", "running", "retrying", "parked", "dead", "oldest_wait_seconds", "longest_running_seconds",
-    "paused", "served_by", "unserved",
+    "rate", "paused", "served_by", "unserved",
 ]  # fmt: skip
 DISPATCHER_KEYS = [
     "worker", "alive", "host", "pid", "version", "topics", "generations", "in_flight", "completed", "rate",
@@ -98,14 +98,9 @@ def test_long_lease_means_a_long_life(command, calls):
     assert command("status", "--json").json["dispatchers"][0]["alive"]
 
 
-def test_dispatchers_are_shown_with_their_rate(command, calls, t0):
-    calls.now = t0
-    calls.call("dispatcher_seen", "w1", "host-a", 17, "0.1.0", ["mail"], [1, 2], 3, False, p_completed=0)
-    calls.forward(20)
-    calls.call("dispatcher_seen", "w1", "host-a", 17, "0.1.0", ["mail"], [1, 2], 3, False, p_completed=400)
-    calls.forward(1)
-    calls.call("dispatcher_seen", "w1", "host-a", 17, "0.1.0", ["mail"], [1, 2], 3, False, p_completed=401)
-    calls.conn.execute("update pulse.dispatcher set last_seen_at = clock_timestamp()")
+def test_dispatchers_are_shown_with_their_rate(command, calls):
+    calls.seen("w1", ["fax", "mail"], p_completed=401, p_rates="{0.5,20}")
+    calls.conn.execute("update pulse.dispatcher set generations = '{1, 2}', in_flight = 3")
 
     [one] = command("status", "--json").json["dispatchers"]
     assert list(one) == DISPATCHER_KEYS
@@ -115,8 +110,23 @@ def test_dispatchers_are_shown_with_their_rate(command, calls, t0):
         3,
         401,
     )
-    assert one["rate"] == 20
-    assert "20/s" in command("status").out
+    assert one["rate"] == 20.5
+    assert " 20  " in next(line for line in command("status").out.splitlines() if line.startswith("w1"))
+
+
+def test_rate_of_a_topic_is_the_sum_of_its_living_dispatchers(command, calls):
+    """A topic that stands still beside a busy one is seen, though one dispatcher serves both."""
+    calls.seen("gone", ["mail"], p_rates="{1000}")
+    calls.conn.execute("update pulse.dispatcher set last_seen_at = last_seen_at - interval '31 s'")
+    calls.seen("w1", ["fax", "mail"], p_rates="{0,20}")
+    calls.seen("w2", ["mail", "new"], p_rates="{2.5,1}")
+    calls.seen("just-started", ["mail", "quiet"])
+
+    found = {topic["topic"]: topic["rate"] for topic in command("status", "--json").json["topics"]}
+    assert found == {"fax": 0, "mail": 22.5, "new": 1, "quiet": None}
+    lines = {line.split()[0]: line for line in command("status").out.splitlines() if line}
+    assert " 22  " in lines["mail"]
+    assert " 0.0  " in lines["fax"]
 
 
 def test_pause_of_all_can_not_be_overlooked(command, calls):

@@ -67,26 +67,6 @@ def test_dispatcher_is_alive_for_its_lease(real):
     assert alive == {"short": False, "long": True}
 
 
-def test_rate_is_taken_over_ten_seconds_or_more(outbox):
-    def rate(completed: int) -> float | None:
-        outbox.seen("w", p_completed=completed)
-        [row] = rows(outbox, "select rate from pulse.dispatcher")
-        found: float | None = row["rate"]
-        return found
-
-    assert rate(0) is None
-    outbox.forward(5)
-    assert rate(1000) is None
-    outbox.forward(5)
-    assert rate(2000) == 200
-    outbox.forward(9)
-    assert rate(2001) == 200
-    outbox.forward(1)
-    assert rate(2010) == 1
-    outbox.forward(10)
-    assert rate(0) == 0  # it has started again under the same name
-
-
 def test_dead_kind_is_one_topic_and_one_class(outbox, t0):
     first = outbox.dead(error="one")
     outbox.forward(10)
