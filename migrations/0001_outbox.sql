@@ -29,7 +29,7 @@
 --               outbox_replay_many, outbox_discard_many  dead letters by topic, error class and time, no more than asked for
 --               views topic_status, dispatcher_status, dead_kind, dead_letter, blocked_key
 --   at the end  outbox_grant: who may call what
---   inside      lock_claimed, answers, unpark, record_failure, paused_topics, whose_turn, take, lapse_delay,
+--   inside      lock_claimed, answers, unpark, record_failure, paused_topics, whose_turn, take, lapse_delay, lapse_failure,
 --               hold_event, failure_cycle,
 --               check_replay, check_discard, replay_held, discard_held, hold_dead, count_topics, blocked_keys
 --
@@ -528,7 +528,7 @@ begin
          completed_at    = case d.status when 'DEAD_LETTERED' then p_now end,
          first_failed_at = coalesce(o.first_failed_at, p_now),
          last_error      = case when octet_length(d.error) <= 8192 then d.error else left(d.error, 2048) end,
-         -- A lapse does not know the handler; an earlier failure of the cycle may.
+         -- Whoever reports a lapse may not know the handler; an earlier failure of the cycle may.
          last_failure    = jsonb_strip_nulls(jsonb_build_object('handler', o.last_failure -> 'handler')) || d.failure,
          lease_until     = null,
          locked_by       = null,
@@ -1093,8 +1093,18 @@ as $$
   select case when p_alone then make_interval(secs => least(300, 2 ^ least(greatest(p_attempts, 1) - 1, 9))) else interval '0' end
 $$;
 
+-- What is known of a failure that nobody lived to report. p_handlers: the names of handlers by topic, as far as the caller knows them.
+create function pulse.lapse_failure(p_class text, p_rule text, p_handlers jsonb, p_topic text) returns jsonb
+language sql immutable
+set search_path = pg_catalog, pg_temp
+as $$
+  select jsonb_strip_nulls(jsonb_build_object(
+    'error_class', p_class, 'verdict', 'transient', 'rule', p_rule, 'handler', p_handlers -> p_topic))
+$$;
+
 -- A worker's child has died while these jobs were running: as when their leases had run out, but at once and with its reason.
-create function pulse.outbox_lapse(p_event_ids uuid[], p_tokens uuid[], p_error text, p_now timestamptz default null)
+create function pulse.outbox_lapse(
+  p_event_ids uuid[], p_tokens uuid[], p_error text, p_handlers jsonb default '{}', p_now timestamptz default null)
 returns table (event_id uuid, answer text)
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -1103,18 +1113,19 @@ set jit = off
 as $$
 #variable_conflict use_column
 declare
-  v_rows   tid[] := pulse.lock_claimed(p_event_ids, p_tokens);
-  v_ids    uuid[];
-  v_tokens uuid[];
-  v_delays interval[];
+  v_rows     tid[] := pulse.lock_claimed(p_event_ids, p_tokens);
+  v_ids      uuid[];
+  v_tokens   uuid[];
+  v_delays   interval[];
+  v_failures jsonb[];
 begin
-  select array_agg(o.event_id), array_agg(o.claim_token), array_agg(pulse.lapse_delay(o.alone, o.attempts))
-    into v_ids, v_tokens, v_delays
+  select array_agg(o.event_id), array_agg(o.claim_token), array_agg(pulse.lapse_delay(o.alone, o.attempts)),
+         array_agg(pulse.lapse_failure('WorkerDied', 'worker.died', p_handlers, o.topic))
+    into v_ids, v_tokens, v_delays, v_failures
     from pulse.outbox o
    where o.ctid = any (v_rows);
   perform pulse.record_failure(
-    v_rows, v_ids, v_tokens, array_fill(p_error, array[cardinality(v_rows)]),
-    array_fill(jsonb_build_object('error_class', 'WorkerDied', 'verdict', 'transient', 'rule', 'worker.died'), array[cardinality(v_rows)]),
+    v_rows, v_ids, v_tokens, array_fill(p_error, array[cardinality(v_rows)]), v_failures,
     v_delays, array_fill(false, array[cardinality(v_rows)]), true, false, coalesce(p_now, clock_timestamp()));
   return query select * from pulse.answers(p_event_ids, p_tokens, '{RETRYING, DEAD_LETTERED}', p_loud => true);
 end
@@ -1127,10 +1138,11 @@ $$;
 -- p_full false: starts where the last sweep ended, unless that one was held, and does not walk over what vacuum could not
 -- remove below.
 create function pulse.outbox_reap(
-  p_limit integer     default 1000,
-  p_lease interval    default '30 seconds',
-  p_full  boolean     default true,
-  p_now   timestamptz default null
+  p_limit    integer     default 1000,
+  p_lease    interval    default '30 seconds',
+  p_full     boolean     default true,
+  p_handlers jsonb       default '{}',
+  p_now      timestamptz default null
 ) returns table (event_id uuid, answer text, topic text, attempts integer, max_attempts integer, lapses smallint, last_error text, worker text)
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -1142,15 +1154,16 @@ set plan_cache_mode = force_generic_plan
 as $$
 #variable_conflict use_column
 declare
-  v_now     timestamptz := coalesce(p_now, clock_timestamp());
-  v_swept   timestamptz;
-  v_hold    timestamptz;
-  v_rows    tid[];
-  v_ids     uuid[];
-  v_tokens  uuid[];
-  v_workers text[];
-  v_delays  interval[];
-  v_count   integer;
+  v_now      timestamptz := coalesce(p_now, clock_timestamp());
+  v_swept    timestamptz;
+  v_hold     timestamptz;
+  v_rows     tid[];
+  v_ids      uuid[];
+  v_tokens   uuid[];
+  v_workers  text[];
+  v_delays   interval[];
+  v_failures jsonb[];
+  v_count    integer;
 begin
   -- Times of the future were written under another clock, before a failover: they must not hold for longer than a lease.
   select max(least(s.swept_at, v_now)), max(least(s.hold_until, v_now + p_lease)) into v_swept, v_hold from pulse.sweep s;
@@ -1165,10 +1178,11 @@ begin
   end if;
 
   select array_agg(c.row), array_agg(c.event_id), array_agg(c.claim_token), array_agg(c.locked_by),
-         array_agg(pulse.lapse_delay(c.alone, c.attempts)), count(*)
-    into v_rows, v_ids, v_tokens, v_workers, v_delays, v_count
+         array_agg(pulse.lapse_delay(c.alone, c.attempts)),
+         array_agg(pulse.lapse_failure('LeaseExpired', 'lease.expired', p_handlers, c.topic)), count(*)
+    into v_rows, v_ids, v_tokens, v_workers, v_delays, v_failures, v_count
     from (
-      select o.ctid as row, o.event_id, o.claim_token, o.locked_by, o.alone, o.attempts
+      select o.ctid as row, o.event_id, o.claim_token, o.locked_by, o.alone, o.attempts, o.topic
         from pulse.outbox o
        where o.status = 'RUNNING'
          and o.lease_until < v_now
@@ -1183,8 +1197,7 @@ begin
   return query
   select r.*, v_workers[array_position(v_ids, r.event_id)]
     from pulse.record_failure(
-           v_rows, v_ids, v_tokens, array_fill('worker lease expired'::text, array[v_count]),
-           array_fill(jsonb_build_object('error_class', 'LeaseExpired', 'verdict', 'transient', 'rule', 'lease.expired'), array[v_count]),
+           v_rows, v_ids, v_tokens, array_fill('worker lease expired'::text, array[v_count]), v_failures,
            v_delays, array_fill(false, array[v_count]), true, true, v_now) as r;
   perform pulse.outbox_wake(array(select distinct o.topic from pulse.outbox o where o.event_id = any (v_ids)));
 end
@@ -2055,8 +2068,8 @@ begin
       pulse.outbox_fail(uuid[], uuid[], text[], jsonb[], interval[], boolean[], timestamptz),
       pulse.outbox_snooze(uuid[], uuid[], interval[], timestamptz),
       pulse.outbox_release(uuid[], uuid[], timestamptz),
-      pulse.outbox_lapse(uuid[], uuid[], text, timestamptz),
-      pulse.outbox_reap(integer, interval, boolean, timestamptz),
+      pulse.outbox_lapse(uuid[], uuid[], text, jsonb, timestamptz),
+      pulse.outbox_reap(integer, interval, boolean, jsonb, timestamptz),
       pulse.outbox_heal(text, integer, timestamptz),
       pulse.outbox_next_alert(interval, text[], text[], integer, timestamptz),
       pulse.outbox_pay_alert(uuid, timestamptz),

@@ -18,6 +18,8 @@ from pulse_outbox.errors import OutboxError, SettingsError
 from pulse_outbox.events import as_timedelta
 
 MAX_ERROR_BYTES = 8 * 1024
+MANY = 10
+"""From so many deaths of one kind on, an alert names the runbook for many."""
 REDACT_FAILED = "[redacted: redact hook failed]"
 # The hook sees more than is kept: a secret cut in half by the cap would escape it.
 _MAX_BYTES_FOR_REDACT = 64 * 1024
@@ -144,6 +146,13 @@ class DeadLetter:
     dead_lettered_at: datetime
     last_dead_lettered_at: datetime
     """When the last of them died."""
+
+    @property
+    def runbook(self) -> str:
+        """The page for whoever is woken by this alert."""
+        if self.rule in ("worker.died", "lease.expired"):
+            return "runbooks/a-poison-job.md"
+        return f"runbooks/{'many-jobs-died' if self.count >= MANY else 'a-job-died'}.md"
 
 
 def _check_later(when: object) -> timedelta | datetime:

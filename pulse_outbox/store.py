@@ -234,10 +234,17 @@ class Store:
         return await self._settle("outbox_release", held, p_now=now)
 
     async def lapse(
-        self, held: Sequence[Held], error: str, *, now: datetime | None = None
+        self,
+        held: Sequence[Held],
+        error: str,
+        *,
+        handlers: Mapping[str, str] | None = None,
+        now: datetime | None = None,
     ) -> dict[UUID, Answer]:
-        """What was running in a child that died; the answer is about all of them."""
-        return await self._settle("outbox_lapse", held, p_error=error, p_now=now)
+        """What was running in a child that died; the answer is about all of them. *handlers*: names by topic."""
+        return await self._settle(
+            "outbox_lapse", held, p_error=error, p_handlers=json.dumps(handlers or {}), p_now=now
+        )
 
     async def reap(
         self,
@@ -245,11 +252,18 @@ class Store:
         limit: int = 1000,
         lease: timedelta = timedelta(seconds=30),
         full: bool = True,
+        handlers: Mapping[str, str] | None = None,
         now: datetime | None = None,
     ) -> list[Reaped]:
-        """One sweep of the watchdog."""
+        """One sweep of the watchdog. *handlers*: their names by topic, for the evidence."""
         rows = await self._call(
-            "outbox_reap", self._storage, p_limit=limit, p_lease=lease, p_full=full, p_now=now
+            "outbox_reap",
+            self._storage,
+            p_limit=limit,
+            p_lease=lease,
+            p_full=full,
+            p_handlers=json.dumps(handlers or {}),
+            p_now=now,
         )
         return [Reaped._make(row) for row in rows]
 
@@ -451,6 +465,7 @@ _TYPES = {
     "p_payload": "jsonb",
     "p_lanes": "jsonb",
     "p_failures": "jsonb[]",
+    "p_handlers": "jsonb",
     "p_topics": "text[]",
     "p_quiet_topics": "text[]",
     "p_quiet_classes": "text[]",

@@ -17,7 +17,7 @@ import structlog
 
 from pulse_outbox.alerts import sentry
 from pulse_outbox.alerts.errands import Errand, awaited
-from pulse_outbox.alerts.sentry import RUNBOOK, Receipt
+from pulse_outbox.alerts.sentry import Receipt
 from pulse_outbox.failures import describe_error
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ def fields_of(letter: DeadLetter) -> dict[str, Any]:
         "verdict": letter.verdict,
         "rule": letter.rule,
         "dead_lettered_at": letter.dead_lettered_at.isoformat(),
-        "runbook": RUNBOOK,
+        "runbook": letter.runbook,
     }
 
 

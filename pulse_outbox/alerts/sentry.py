@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from pulse_outbox.failures import DeadLetter
 
-RUNBOOK = "runbooks/a-job-died.md"
 SEND_TIMEOUT = 8.0
 LONGEST_RATE_LIMIT = 3600.0
 DEFAULT_RATE_LIMIT = 60.0
@@ -158,7 +157,7 @@ def sentry_event(letter: DeadLetter, worker: str, options: Mapping[str, Any]) ->
                 "first_failed_at": letter.first_failed_at and _rfc3339(letter.first_failed_at),
                 "dead_lettered_at": _rfc3339(letter.dead_lettered_at),
                 "last_dead_lettered_at": _rfc3339(letter.last_dead_lettered_at),
-                "runbook": RUNBOOK,
+                "runbook": letter.runbook,
                 "type": "dead letter",
             }
         },

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pulse_outbox.log import log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from pulse_outbox.dispatcher.settings import DispatcherSettings
     from pulse_outbox.store import Store
@@ -26,23 +26,31 @@ PRUNE_ROUND_MAX = 3600.0
 
 
 async def watchdog(
-    store: Store, settings: DispatcherSettings, died: Callable[[], None] = lambda: None
+    store: Store, settings: DispatcherSettings, handlers: Mapping[str, str], died: Callable[[], None]
 ) -> None:
-    """Sweeps for ever: leases that have run out are failures that nobody lived to report."""
+    """Sweeps for ever: leases that have run out are failures that nobody lived to report.
+
+    *handlers*: their names by topic.
+    """
     interval = settings.seconds("watchdog")
     for number in itertools.count():
         started = time.monotonic()
         full = number % FULL_SWEEP_EVERY == 0
-        while await sweep(store, settings, full=full, died=died) == REAP_LIMIT:
+        while await sweep(store, settings, handlers, full=full, died=died) == REAP_LIMIT:
             full = True  # there are more, and they stand where this sweep began
         await asyncio.sleep(max(0.05, interval - (time.monotonic() - started)))
 
 
 async def sweep(
-    store: Store, settings: DispatcherSettings, *, full: bool, died: Callable[[], None] = lambda: None
+    store: Store,
+    settings: DispatcherSettings,
+    handlers: Mapping[str, str],
+    *,
+    full: bool,
+    died: Callable[[], None],
 ) -> int:
     """One sweep; how many leases it found. *died* is called when there is a dead letter among them."""
-    reaped = await store.reap(limit=REAP_LIMIT, lease=settings.lease_time, full=full)
+    reaped = await store.reap(limit=REAP_LIMIT, lease=settings.lease_time, full=full, handlers=handlers)
     if any(event.answer == "DEAD_LETTERED" for event in reaped):
         died()
     for event in reaped:

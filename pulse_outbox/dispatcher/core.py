@@ -268,13 +268,14 @@ class Dispatcher:
 
     def _start_loops(self, stack: AsyncExitStack, care_store: Store) -> None:
         settings = self.settings
+        names = {topic: handler.name for topic, handler in self._handlers.items()}
         loops: dict[str, Callable[[], Awaitable[None]]] = {
             "claim": self._intake.run,
             "settle": self._settler.run,
             "shed": self._intake.shed,
             "suspects": self._suspects.run,
             "alerts": self._alerts.run,
-            "watchdog": lambda: care.watchdog(care_store, settings, self._alerts.wake),
+            "watchdog": lambda: care.watchdog(care_store, settings, names, self._alerts.wake),
             "heal": lambda: care.heal(care_store),
             "pause": lambda: self._release_paused(care_store),
             "summary": self._summarise,

@@ -149,7 +149,8 @@ class Settler:
             case Released():
                 return await self._store.release(claims)
             case Lapsed():
-                return await self._store.lapse(claims, first.error)
+                names = {outcome.job.claim.topic: outcome.job.handler.name for outcome in part}
+                return await self._store.lapse(claims, first.error, handlers=names)
             case Over():
                 return {}
             case _:

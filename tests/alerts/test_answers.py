@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
+from uuid import UUID
 
 import pytest
 
 from pulse_outbox.alerts.paying import Pace
 from pulse_outbox.alerts.sentry import Receipt, judge
+from pulse_outbox.failures import DeadLetter
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
 
@@ -58,6 +61,40 @@ def test_only_what_would_never_be_accepted_is_given_up(status, kind):
 )
 def test_sentry_is_left_alone_for_as_long_as_it_asks(status, headers, pause):
     assert judge(status, headers, NOW).pause == pause
+
+
+@pytest.mark.parametrize(
+    ("rule", "count", "page"),
+    [
+        ("policy", 1, "a-job-died"),
+        ("policy", 9, "a-job-died"),
+        ("policy", 10, "many-jobs-died"),
+        (None, 1, "a-job-died"),
+        ("worker.died", 1, "a-poison-job"),
+        ("lease.expired", 1000, "a-poison-job"),
+    ],
+)
+def test_an_alert_names_a_page_that_is_there(rule, count, page):
+    letter = DeadLetter(
+        alert_id=UUID(int=1),
+        topic="mail",
+        error_class="Boom",
+        count=count,
+        event_id=UUID(int=2),
+        source=None,
+        target=None,
+        handler_name=None,
+        last_error=None,
+        attempts=1,
+        verdict=None,
+        rule=rule,
+        first_failed_at=None,
+        dead_lettered_at=NOW,
+        last_dead_lettered_at=NOW,
+    )
+
+    assert letter.runbook == f"runbooks/{page}.md"
+    assert (Path(__file__).parents[2] / letter.runbook).is_file()
 
 
 def test_a_receipt_is_a_value():

@@ -113,6 +113,27 @@ def test_third_start_is_alone_and_spends_the_budget(swept):
     assert row["last_error"] == "killed by signal 9"
 
 
+def test_evidence_of_a_lapse_names_the_handler(outbox):
+    """Whoever reports it may know the topic's handler; else an earlier failure of the cycle may."""
+    ids = [outbox.enqueue(topic) for topic in ("child", "watchdog", "failed", "unknown")]
+    outbox.fail(outbox.claim("failed"), failure={"handler": "shop.failed"}, delay=0)
+    claim = outbox.claim("child")
+    outbox.call("outbox_lapse", claim.ids, claim.tokens, "killed", '{"child": "shop.child"}')
+    outbox.claim(["watchdog", "failed", "unknown"])
+    outbox.keep_sweeping(25)
+    outbox.forward(10)
+    outbox.reap(p_handlers='{"watchdog": "shop.watchdog", "child": "shop.child"}')
+
+    found = [outbox.row(event_id)["last_failure"] for event_id in ids]
+    assert [failure.get("handler") for failure in found] == [
+        "shop.child",
+        "shop.watchdog",
+        "shop.failed",
+        None,
+    ]
+    assert [failure["rule"] for failure in found] == ["worker.died", *["lease.expired"] * 3]
+
+
 def test_watchdog_and_child_count_lapses_alike(outbox):
     """Whoever notices a death, the watchdog or the parent of the child: one place decides."""
     for alone in (False, True):
