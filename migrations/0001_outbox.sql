@@ -1524,7 +1524,7 @@ language plpgsql immutable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-  if p_new_generation is null or p_new_generation < 0 then
+  if p_new_generation < 0 then
     raise exception 'the new generation must be a number from 0 (any) on' using errcode = 'PO003';
   elsif coalesce(p_replayed_by, '') = '' then
     raise exception 'replayed_by must say who replays' using errcode = 'PO003';
@@ -1562,7 +1562,7 @@ begin
                                pulse.failure_cycle(o, p_request) || jsonb_build_object(
                                  'replayed_by', p_replayed_by, 'replayed_at', p_now)),
            status          = 'PENDING',
-           generation      = p_new_generation,
+           generation      = coalesce(p_new_generation, o.generation),
            attempts        = 0,
            max_attempts    = null,
            snoozes         = 0,
@@ -1625,7 +1625,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-  perform pulse.check_replay(p_new_generation, p_replayed_by);
+  perform pulse.check_replay(coalesce(p_new_generation, -1), p_replayed_by);
   if pulse.hold_event(event_id, '{DEAD_LETTERED}', 'replayed', p_request) then
     perform pulse.replay_held(array[event_id], p_new_generation, p_replayed_by, p_request, coalesce(p_now, clock_timestamp()));
   end if;
@@ -1693,7 +1693,8 @@ begin
 end
 $$;
 
--- outbox_replay for many: how many it replayed. In one go, or, with the bug still there, that many deaths: try one first.
+-- outbox_replay for many: how many it replayed. A null generation: each keeps its own.
+-- All in one go and, with the bug still there, that many deaths: try one first.
 -- Called again and again it comes to those that died again; p_until, the time at which you began, keeps it from that.
 create function pulse.outbox_replay_many(
   p_topic text, p_error_class text, p_since timestamptz, p_until timestamptz, p_limit integer, p_new_generation bigint, p_replayed_by text,

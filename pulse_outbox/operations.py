@@ -365,8 +365,10 @@ class Operations:
         """DEAD_LETTERED → PENDING in place. Repeated with the same request it changes nothing."""
         self._change("outbox_replay(%s, %s::bigint, %s, %s::uuid)", (event_id, generation, by, request))
 
-    def replay_many(self, event_ids: Sequence[UUID], *, generation: int, by: str, request: UUID) -> int:
-        """As many of these as are dead, and not locked by anybody."""
+    def replay_many(
+        self, event_ids: Sequence[UUID], *, generation: int | None, by: str, request: UUID
+    ) -> int:
+        """As many of these as are dead, and not locked by anybody. *generation* None: each keeps its own."""
         return self._many("outbox_replay_many", event_ids, generation, "bigint", by, request)
 
     def discard(self, event_id: UUID, *, reason: str, by: str, request: UUID) -> None:

@@ -242,17 +242,13 @@ class Replay:
             kind.died_again = found.same_dead.get(kind.kind, 0) + found.other_dead.get(kind.kind, 0)
 
     def _replay(self, letters: Sequence[DeadLetter]) -> int:
-        replayed = 0
-        by_generation: dict[int, list[UUID]] = {}
-        for letter in letters:
-            generation = letter.generation if self.generation is None else self.generation
-            by_generation.setdefault(generation, []).append(letter.event_id)
-        for generation, ids in by_generation.items():
-            for first in range(0, len(ids), BATCH):
-                replayed += self.operations.replay_many(
-                    ids[first : first + BATCH], generation=generation, by=self.by, request=self.request
-                )
-        return replayed
+        ids = [letter.event_id for letter in letters]
+        return sum(
+            self.operations.replay_many(
+                ids[first : first + BATCH], generation=self.generation, by=self.by, request=self.request
+            )
+            for first in range(0, len(ids), BATCH)
+        )
 
 
 def named(kind: Kind) -> str:
