@@ -25,13 +25,13 @@
 --               outbox_heal      ordering keys that a race left without a claimable head
 --               outbox_next_alert  what died and was not alerted: the next alert to send, outbox_pay_alert when it has arrived
 --               dispatcher_*     who is alive
---   operators   outbox_replay, outbox_discard, outbox_pause, outbox_resume, outbox_prune
+--   operators   outbox_replay, outbox_discard, outbox_pause, outbox_resume, outbox_prune, outbox_prune_handled
 --               outbox_replay_many, outbox_discard_many  dead letters by topic, error class and time, no more than asked for
 --               views topic_status, dispatcher_status, dead_kind, dead_letter, blocked_key
 --   at the end  outbox_grant: who may call what
 --   inside      lock_claimed, answers, unpark, record_failure, paused_topics, whose_turn, take, lapse_delay, lapse_failure,
 --               hold_event, failure_cycle,
---               check_replay, check_discard, replay_held, discard_held, hold_dead, count_topics, blocked_keys
+--               check_replay, check_discard, replay_held, discard_held, hold_dead, oldest_unfinished, count_topics, blocked_keys
 --
 -- Four rules hold everywhere:
 --
@@ -1820,6 +1820,59 @@ begin
 end
 $$;
 
+-- When the oldest event was made that is running or may still run, dead letters among them; null when there is none.
+create function pulse.oldest_unfinished() returns timestamptz
+language sql stable
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set jit = off
+as $$
+  select least(
+    (select min(o.created_at) from pulse.outbox o where o.status in ('PENDING', 'RETRYING') and not o.parked),
+    (select min(o.created_at) from pulse.outbox o where o.status = 'RUNNING'),
+    (select min(o.created_at) from pulse.outbox o where o.status = 'DEAD_LETTERED'),
+    (select min(o.created_at)
+       from pulse.outbox o
+      where o.ordering_key is not null
+        and (o.status in ('PENDING', 'RETRYING', 'RUNNING') or (o.status = 'DEAD_LETTERED' and o.holds_key))
+        and o.parked))
+$$;
+
+-- Forgets what handlers did longer than p_older_than ago, from p_pages pages of event_handled, starting at p_page; says where to go
+-- on, as outbox_prune does. Never what an event needs that may still run: a record as young as the oldest of those is kept.
+create function pulse.outbox_prune_handled(
+  p_older_than interval,
+  p_page       bigint      default 0,
+  p_pages      integer     default 1000,
+  p_now        timestamptz default null,
+  out pruned    integer,
+  out next_page bigint
+)
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set jit = off
+as $$
+declare
+  v_before timestamptz := least(coalesce(p_now, clock_timestamp()) - p_older_than, pulse.oldest_unfinished());
+  v_pages  bigint := pg_relation_size('pulse.event_handled') / current_setting('block_size')::bigint;
+begin
+  if p_older_than is null or p_older_than < interval '0' then
+    raise exception 'older_than must be given, and not be negative' using errcode = 'PO003';
+  end if;
+  delete from pulse.event_handled h
+   where h.ctid = any (array(
+           select old.ctid
+             from pulse.event_handled old
+            where old.ctid >= format('(%s,0)', p_page)::tid
+              and old.ctid < format('(%s,0)', p_page + p_pages)::tid
+              and old.handled_at < v_before
+              for update skip locked));
+  get diagnostics pruned = row_count;
+  next_page := case when p_page + p_pages < v_pages then p_page + p_pages end;
+end
+$$;
+
 create view pulse.dead_letter as
 select o.event_id,
        o.topic,
@@ -2093,7 +2146,8 @@ begin
       pulse.blocked_keys(integer),
       pulse.outbox_pause(text, text, text, timestamptz),
       pulse.outbox_resume(text, text),
-      pulse.outbox_prune(interval, bigint, integer, boolean, timestamptz)
+      pulse.outbox_prune(interval, bigint, integer, boolean, timestamptz),
+      pulse.outbox_prune_handled(interval, bigint, integer, timestamptz)
       to pulse_operator;
   end if;
 end

@@ -407,11 +407,18 @@ class Operations:
         )
         return pruned, next_page
 
-    def pages(self) -> int:
-        """Pages of the table, for a bar that shows how far a walk along it has come."""
+    def prune_handled(self, *, older_than: timedelta, page: int, pages: int = 1000) -> tuple[int, int | None]:
+        """Forgets what handlers did long ago, as `prune` does with events."""
+        [(pruned, next_page)] = self._change(
+            "outbox_prune_handled(%s, %s::bigint, %s::integer)", (older_than, page, pages)
+        )
+        return pruned, next_page
+
+    def pages(self, table: str) -> int:
+        """Pages of a table, for a bar that shows how far a walk along it has come."""
         [(pages,)] = self._rows(
             "select pg_relation_size(%(table)s::regclass) / current_setting('block_size')::bigint",
-            {"table": f'"{self.schema}".outbox'},
+            {"table": f'"{self.schema}".{table}'},
         )
         return int(pages)
 

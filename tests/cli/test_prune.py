@@ -72,3 +72,23 @@ def test_table_of_many_pages_is_walked_to_its_end(command, aged, monkeypatch):
     monkeypatch.setattr(prune, "PAGES", 3)
 
     assert command("prune", "--yes").out == "2,000 events deleted\n"
+
+
+def test_what_handlers_did_is_forgotten_only_when_asked(command, aged):
+    aged.conn.execute("delete from pulse.outbox where status in ('PENDING', 'DEAD_LETTERED')")
+    aged.conn.execute(
+        """insert into pulse.event_handled
+           select 'h', n::text, clock_timestamp() - n * interval '1 day' from generate_series(1, 500) n"""
+    )
+    command("prune", "--yes", "--retention", "0")
+    assert command("prune", "--handled-older-than", "400d").code == 2, "it asks"
+    assert command("prune", "--handled-older-than", "400d", "--dead", "--yes").code == 2
+    [row] = aged.conn.execute("select count(*) from pulse.event_handled").fetchall()
+    assert row["count"] == 500
+
+    result = command("prune", "--handled-older-than", "400d", "--yes", "--json")
+    assert (result.code, result.json) == (0, {"pruned": 101, "handled_older_than_seconds": 34560000.0})
+    assert (
+        command("prune", "--handled-older-than", "399d", "--yes").out
+        == "1 record of handled events deleted\n"
+    )

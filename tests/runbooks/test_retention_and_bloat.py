@@ -47,13 +47,9 @@ def test_prune_dead_letters_when_asked(shift: Shift, night: Night):
     assert night.count(status="DEAD_LETTERED") == 4
 
 
-@follows("retention-and-bloat", "holders", "vacuum", "reindex", "invalid", "prune-handled")
+@follows("retention-and-bloat", "holders", "vacuum", "reindex", "invalid")
 def test_clean_up(shift: Shift, night: Night, logins: dict[str, str]):
     old_and_new(night)
-    night.conn.execute(
-        """insert into pulse.event_handled
-           select 'handler', n::text, clock_timestamp() - n * interval '1 day' from generate_series(100, 500, 100) n"""
-    )
     before = night.one("select pg_relation_filenode('pulse.outbox_due')")
     with psycopg.connect(make_conninfo(logins["operator"], application_name="report")) as conn:
         conn.execute("set transaction isolation level repeatable read")
@@ -63,9 +59,26 @@ def test_clean_up(shift: Shift, night: Night, logins: dict[str, str]):
     shift.run("vacuum", "reindex")
     assert night.one("select pg_relation_filenode('pulse.outbox_due')") != before
     assert "(0 rows)" in shift.run("invalid")
-    shift.run("prune-handled")
-
-    assert night.one("select count(*) from pulse.event_handled") == 3
     assert (
         night.one("select vacuum_count from pg_stat_all_tables where relid = 'pulse.outbox'::regclass") == 1
     )
+
+
+@follows("retention-and-bloat", "count-handled", "prune-handled", "prune-handled-sh")
+def test_forget_what_handlers_did(shift: Shift, night: Night):
+    """What an event needs that may still run is kept, whatever its age."""
+    night.conn.execute(
+        """insert into pulse.event_handled
+           select 'handler', n::text, clock_timestamp() - n * interval '1 day' from generate_series(110, 510, 50) n"""
+    )
+    night.ago(days=470)
+    [dead] = night.die("mail.send")
+    night.ago()
+    left = "select count(*) from pulse.event_handled"
+
+    assert " 3\n" in shift.run("count-handled")
+    assert "pruned 1 records" in shift.run("prune-handled")
+    assert night.one(left) == 8
+    night.discard(dead)
+    shift.run("prune-handled-sh")
+    assert night.one(left) == 6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psycopg
 import pytest
@@ -13,7 +14,7 @@ from tests.sql.calls import Calls, seconds
 
 
 def graves(
-    outbox: Calls, number: int, topic: str = "mail", error_class: str = "Boom", **enqueue: object
+    outbox: Calls, number: int, topic: str = "mail", error_class: str = "Boom", **enqueue: Any
 ) -> list[uuid.UUID]:
     """Dead letters that died one second after the other."""
     ids = []

@@ -277,6 +277,49 @@ def test_prune_takes_dead_letters_when_asked(outbox):
     assert refusal(outbox.replay, event_id) == "PO001"
 
 
+def test_prune_forgets_what_handlers_did_only_when_asked(outbox):
+    outbox.conn.execute(
+        "insert into pulse.event_handled select 'h', n::text, %s - n * interval '1 day' from generate_series(1, 500) n",
+        (outbox.now,),
+    )
+    outbox.call("outbox_prune", p_retention=seconds(0))
+    assert refusal(outbox.call, "outbox_prune_handled", None) == "PO003"
+    assert refusal(outbox.call, "outbox_prune_handled", seconds(-1)) == "PO003"
+    pruned: list[int] = []
+    page: int | None = 0
+    while page is not None:
+        [step] = outbox.call("outbox_prune_handled", seconds(400 * 86400), page, 1)
+        pruned.append(step["pruned"])
+        page = step["next_page"]
+
+    assert sum(pruned) == 100
+    assert len(pruned) > 1
+    [left] = outbox.conn.execute(
+        "select min(handled_at) as oldest, count(*) from pulse.event_handled"
+    ).fetchall()
+    assert left == {"oldest": outbox.now - seconds(400 * 86400), "count": 400}
+
+
+@pytest.mark.parametrize(
+    "state", ["PENDING", "RETRYING", "RUNNING", "DEAD_LETTERED", "parked", "COMPLETED", "DISCARDED"]
+)
+def test_what_an_event_needs_that_may_still_run_is_never_forgotten(outbox, state):
+    """Its handler would do its work a second time. Events that have ended are the control."""
+    if state == "parked":
+        head, _ = outbox.enqueue_many(2, key="k")
+        outbox.claim()
+        outbox.claim()
+        outbox.conn.execute("delete from pulse.outbox where event_id = %s", (head,))
+    else:
+        event_in(outbox, state)
+    outbox.forward(1)
+    outbox.conn.execute("insert into pulse.event_handled values ('h', 'k', %s)", (outbox.now,))
+    outbox.forward(1000 * 86400)
+
+    [step] = outbox.call("outbox_prune_handled", seconds(86400))
+    assert step["pruned"] == (1 if state in ("COMPLETED", "DISCARDED") else 0)
+
+
 def test_prune_walks_along_the_table(outbox):
     """Page by page, so that each call is short."""
     outbox.conn.execute(
