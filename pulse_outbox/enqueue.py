@@ -1,26 +1,21 @@
-"""Enqueue: writes events on the application's own psycopg connection, inside its own transaction.
+"""Enqueue: writes events on the application's own connection, inside its own transaction.
 
 Nothing here commits, rolls back or opens a transaction. The first half knows the SQL and its values; the second half
-knows psycopg. Another driver needs a second half of its own and nothing else.
+sends it by whatever library the connection comes from, which `pulse_outbox.connections` finds out.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from uuid import UUID
 
-import psycopg
-from psycopg import sql
-from psycopg.pq import PipelineStatus, TransactionStatus
-from psycopg.rows import tuple_row
-from psycopg.types.json import Jsonb
-
-from pulse_outbox.errors import UNMIGRATED_SQLSTATES, EnqueueError, from_database_error
+from pulse_outbox.connections import Ask, Copy, Errand, Row, Steps, raise_explained
+from pulse_outbox.errors import EnqueueError
 from pulse_outbox.events import NewEvent, as_timedelta, encode_headers, encode_payload, uuid7
 from pulse_outbox.trace import add_trace, current_trace_headers
 
@@ -108,38 +103,55 @@ def encode_events(events: Iterable[NewEvent], max_payload_bytes: int) -> Batch:
 
 
 @lru_cache(maxsize=16)
-def enqueue_statement(schema: str) -> sql.Composed:
-    """Calls `outbox_enqueue` once; its values are an EncodedEvent."""
-    return sql.SQL(
-        "select {}.outbox_enqueue("
+def enqueue_statement(schema: str) -> bytes:
+    """Calls `outbox_enqueue` once, for psycopg; its values are an EncodedEvent."""
+    return (
+        f'select "{schema}".outbox_enqueue('
         "%s::text, %s::jsonb, %s::text, %s::text, %s::jsonb, %s::smallint, "
         # A delay counts on the database's clock, not on the producer's.
         "coalesce(%s::timestamptz, clock_timestamp() + %s::interval), "
         "%s::integer, %s::bigint, %s::text, %s::text, %s::uuid, %s::text)"
-    ).format(sql.Identifier(schema))
+    ).encode()
+
+
+_FIELDS = (
+    "topic text, payload jsonb, idempotency_key text, ordering_key text, headers jsonb, priority smallint, "
+    "run_at timestamptz, delay double precision, max_attempts integer, generation bigint, source text, target text, "
+    "event_id uuid, dead_key text"
+)
 
 
 @lru_cache(maxsize=16)
-def enqueue_many_statement(schema: str) -> sql.Composed:
-    """Calls `outbox_enqueue` for each element of the arrays that `enqueue_many_values` makes, in their order."""
-    return sql.SQL(
-        "select {}.outbox_enqueue("
-        "e.topic, e.payload::jsonb, e.idempotency_key, e.ordering_key, e.headers::jsonb, e.priority, "
-        "coalesce(e.run_at, clock_timestamp() + e.delay), "
-        "e.max_attempts, e.generation, e.source, e.target, e.event_id, e.dead_key) "
-        "from unnest("
-        "%s::text[], %s::text[], %s::text[], %s::text[], %s::text[], %s::smallint[], "
-        "%s::timestamptz[], %s::interval[], "
-        "%s::integer[], %s::bigint[], %s::text[], %s::text[], %s::uuid[], %s::text[]) "
-        "with ordinality as e (topic, payload, idempotency_key, ordering_key, headers, priority, run_at, delay, "
-        "max_attempts, generation, source, target, event_id, dead_key, place) "
-        "order by e.place"
-    ).format(sql.Identifier(schema))
+def enqueue_each_statement(schema: str) -> str:
+    """Calls `outbox_enqueue` for each event of one JSON text, in their order; returns the ids as text.
+
+    A single parameter, and that a text: no adapter or codec of the application changes what is written.
+    """
+    names = ", ".join(field.split()[0] for field in _FIELDS.split(", "))
+    return (
+        f'select cast("{schema}".outbox_enqueue('  # noqa: S608  the schema's name was checked by the Outbox
+        # A JSON null comes out of the record as no value at all.
+        "e.topic, coalesce(e.payload, 'null'), e.idempotency_key, e.ordering_key, e.headers, e.priority, "
+        "coalesce(e.run_at, clock_timestamp() + make_interval(secs => e.delay)), "
+        "e.max_attempts, e.generation, e.source, e.target, e.event_id, e.dead_key) as text) "
+        f"from rows from (json_to_recordset(cast(cast($1 as text) as json)) as ({_FIELDS})) "
+        f"with ordinality as e ({names}, place) order by e.place"
+    )
 
 
-def enqueue_many_values(events: Sequence[EncodedEvent]) -> list[list[object]]:
-    """The values of `enqueue_many_statement`: an array for each parameter."""
-    return [list(column) for column in zip(*events, strict=True)]
+def as_json(events: Sequence[EncodedEvent]) -> str:
+    """The parameter of `enqueue_each_statement`."""
+    return f"[{', '.join(map(_event_as_json, events))}]"
+
+
+def _event_as_json(event: EncodedEvent) -> str:
+    fields = event._asdict()
+    del fields["payload"], fields["headers"]  # JSON already
+    fields["event_id"] = str(event.event_id)
+    fields["run_at"] = event.run_at and event.run_at.isoformat()
+    fields["delay"] = event.delay and event.delay.total_seconds()
+    given = json.dumps({name: value for name, value in fields.items() if value is not None})
+    return f'{given[:-1]}, "headers": {event.headers}, "payload": {event.payload}}}'
 
 
 # Exactly the columns that a producer may insert into. next_run_at stands last because it may be left out.
@@ -168,22 +180,13 @@ class CopyPlan:
     events: Sequence[EncodedEvent]
     timed: bool
 
-    @property
-    def types(self) -> list[str]:
-        return [kind for _, kind in self._columns]
-
-    @property
-    def _columns(self) -> Sequence[tuple[str, str]]:
+    def into(self, schema: str, now: datetime | None) -> Copy:
         # Left out, the column's default says now; COPY can't say that for some rows only.
-        return _COPY_COLUMNS if self.timed else _COPY_COLUMNS[:-1]
+        columns = _COPY_COLUMNS if self.timed else _COPY_COLUMNS[:-1]
+        return Copy(schema, "outbox", columns, lambda json: self.rows(now, json))
 
-    def statement(self, schema: str) -> sql.Composed:
-        return sql.SQL("copy {}.outbox ({}) from stdin (format binary)").format(
-            sql.Identifier(schema), sql.SQL(", ").join(sql.Identifier(name) for name, _ in self._columns)
-        )
-
-    def rows(self, now: datetime | None) -> Iterator[tuple[object, ...]]:
-        """The rows to copy; *now* is the database's time, given if the plan is timed."""
+    def rows(self, now: datetime | None, json: Callable[[str], object]) -> Iterator[tuple[object, ...]]:
+        """The rows to copy; *now* is the database's time, given if the plan is timed. *json* makes a value of JSON."""
         keys: set[str] = set()
         for event in self.events:
             # Within the batch, a later event of a key waits for the earlier ones.
@@ -193,8 +196,8 @@ class CopyPlan:
             row = (
                 event.event_id,
                 event.topic,
-                Jsonb(event.payload, _as_it_is),
-                Jsonb(event.headers, _as_it_is),
+                json(event.payload),
+                json(event.headers),
                 event.source,
                 event.target,
                 str(event.event_id),
@@ -223,181 +226,81 @@ def _next_run_at(event: EncodedEvent, now: datetime) -> datetime:
     return now if event.run_at is None else max(event.run_at, now)
 
 
-def _as_it_is(text: str) -> str:
-    return text
-
-
-@lru_cache(maxsize=16)
-def _wake_statement(schema: str) -> sql.Composed:
-    return sql.SQL("select {}.outbox_wake(%s::text[])").format(sql.Identifier(schema))
-
-
 # Read as a number: an application may have its own loader for timestamps.
-_NOW = sql.SQL("select extract(epoch from clock_timestamp())::double precision")
+_NOW = "select cast(extract(epoch from clock_timestamp()) as double precision)"
 
 
-def _time_of(row: tuple[Any, ...] | None) -> datetime:
-    assert row is not None
-    return datetime.fromtimestamp(row[0], UTC)
+# Writing it
+
+ENQUEUE = Errand(
+    complaint=EnqueueError,
+    sync_call="enqueue or enqueue_many",
+    async_call="enqueue_async or enqueue_many_async",
+    written="event",
+    beside="data",
+    optional=True,
+    unmigrated=(EnqueueError, "this database has no outbox in schema {schema!r}, or an old one"),
+    forbidden="this database user may not enqueue: `grant {schema}_producer to …` lets it",
+)
 
 
-# How psycopg writes it
-
-
-def enqueue(
-    connection: psycopg.Connection[Any], schema: str, event: EncodedEvent, *, outside_transaction: bool
-) -> UUID:
+def enqueue(connection: object, schema: str, event: EncodedEvent, *, outside_transaction: bool) -> UUID:
     """Writes one event; returns its id, or that of the event that is already there."""
-    _check_kind(connection, psycopg.Connection)
-    if connection.pgconn.pipeline_status != PipelineStatus.OFF:
-        with connection.pipeline():
-            pass  # leaving the inner one waits for what was sent: until then the connection looks busy
-    _check_state(connection, outside_transaction)
-    with _database_errors(schema):
-        cursor = psycopg.Cursor(connection, row_factory=tuple_row)
-        return _one_id(cursor.execute(enqueue_statement(schema), event).fetchone())
+    route = ENQUEUE.sync_route(connection, outside=outside_transaction)
+    try:
+        if route.call is not None:
+            return _id_of(route.call(enqueue_statement(schema), event))
+        return _id_of(*route.ask(Ask(enqueue_each_statement(schema), (as_json([event]),))))
+    except Exception as error:
+        raise_explained(error, ENQUEUE.explained(error, schema))
 
 
 async def enqueue_async(
-    connection: psycopg.AsyncConnection[Any], schema: str, event: EncodedEvent, *, outside_transaction: bool
+    connection: object, schema: str, event: EncodedEvent, *, outside_transaction: bool
 ) -> UUID:
     """The same on an asynchronous connection."""
-    _check_kind(connection, psycopg.AsyncConnection)
-    if connection.pgconn.pipeline_status != PipelineStatus.OFF:
-        async with connection.pipeline():
-            pass
-    _check_state(connection, outside_transaction)
-    with _database_errors(schema):
-        cursor = psycopg.AsyncCursor(connection, row_factory=tuple_row)
-        await cursor.execute(enqueue_statement(schema), event)
-        return _one_id(await cursor.fetchone())
+    route = await ENQUEUE.async_route(connection, outside=outside_transaction)
+    try:
+        if route.call is not None:
+            return _id_of(await route.call(enqueue_statement(schema), event))
+        return _id_of(*await route.ask(Ask(enqueue_each_statement(schema), (as_json([event]),))))
+    except Exception as error:
+        raise_explained(error, ENQUEUE.explained(error, schema))
 
 
-def enqueue_many(
-    connection: psycopg.Connection[Any],
-    schema: str,
-    batch: Batch,
-    *,
-    outside_transaction: bool,
-) -> list[UUID]:
+def enqueue_many(connection: object, schema: str, batch: Batch, *, outside_transaction: bool) -> list[UUID]:
     """Writes many events, by COPY where that is possible; returns their ids in the given order."""
-    _check_kind(connection, psycopg.Connection)
-    if connection.pgconn.pipeline_status != PipelineStatus.OFF:
-        with connection.pipeline():
-            pass
-    _check_state(connection, outside_transaction)
-    if not batch.events:
-        return []
-    with _database_errors(schema):
-        cursor = psycopg.Cursor(connection, row_factory=tuple_row)
-        if batch.may_exist or not _copy_works(connection):
-            cursor.execute(enqueue_many_statement(schema), enqueue_many_values(batch.events))
-            return [_one_id(row) for row in cursor.fetchall()]
-        plan = plan_copy(batch.events)
-        now = _time_of(cursor.execute(_NOW).fetchone()) if plan.timed else None
-        with cursor.copy(plan.statement(schema)) as copy:
-            copy.set_types(plan.types)
-            for row in plan.rows(now):
-                copy.write_row(row)
-        cursor.execute(_wake_statement(schema), [plan.topics()])
-    return [event.event_id for event in batch.events]
-
-
-async def enqueue_many_async(
-    connection: psycopg.AsyncConnection[Any],
-    schema: str,
-    batch: Batch,
-    *,
-    outside_transaction: bool,
-) -> list[UUID]:
-    """The same on an asynchronous connection."""
-    _check_kind(connection, psycopg.AsyncConnection)
-    if connection.pgconn.pipeline_status != PipelineStatus.OFF:
-        async with connection.pipeline():
-            pass
-    _check_state(connection, outside_transaction)
-    if not batch.events:
-        return []
-    with _database_errors(schema):
-        cursor = psycopg.AsyncCursor(connection, row_factory=tuple_row)
-        if batch.may_exist or not _copy_works(connection):
-            await cursor.execute(enqueue_many_statement(schema), enqueue_many_values(batch.events))
-            return [_one_id(row) for row in await cursor.fetchall()]
-        plan = plan_copy(batch.events)
-        now = None
-        if plan.timed:
-            await cursor.execute(_NOW)
-            now = _time_of(await cursor.fetchone())
-        async with cursor.copy(plan.statement(schema)) as copy:
-            copy.set_types(plan.types)
-            for row in plan.rows(now):
-                await copy.write_row(row)
-        await cursor.execute(_wake_statement(schema), [plan.topics()])
-    return [event.event_id for event in batch.events]
-
-
-Connection = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
-
-
-def _check_kind(connection: object, wanted: type[Connection]) -> None:
-    if isinstance(connection, wanted):
-        return
-    if isinstance(connection, psycopg.AsyncConnection):
-        raise EnqueueError("this is an asynchronous connection: await enqueue_async or enqueue_many_async")
-    if isinstance(connection, psycopg.Connection):
-        raise EnqueueError("this is a synchronous connection: call enqueue or enqueue_many")
-    raise EnqueueError(
-        f"a psycopg {wanted.__name__} is needed, not {type(connection).__module__}."
-        f"{type(connection).__qualname__}: pass the connection whose transaction the event belongs to"
+    return ENQUEUE.run(
+        connection, schema, lambda route: _write(batch, schema, route.copies), outside=outside_transaction
     )
 
 
-def _check_state(connection: Connection, outside_transaction: bool) -> None:
-    """Refuses a connection on which the event could not become part of the caller's transaction."""
-    status = connection.info.transaction_status
-    if connection.closed or status == TransactionStatus.UNKNOWN:
-        raise EnqueueError("the connection is closed: enqueue before closing it, inside the transaction")
-    if status == TransactionStatus.INERROR:
-        raise EnqueueError(
-            "the connection's transaction has failed, so nothing more can be written in it: "
-            "roll back and start again"
-        )
-    if status == TransactionStatus.ACTIVE:
-        raise EnqueueError(
-            "the connection is in the middle of a COPY or another statement: finish that first"
-        )
-    if status == TransactionStatus.IDLE and connection.autocommit and not outside_transaction:
-        raise EnqueueError(
-            "the connection is in autocommit and no transaction is open, so the event would not commit together "
-            "with your data: use `with conn.transaction():`, or say outside_transaction=True if that is meant"
-        )
+async def enqueue_many_async(
+    connection: object, schema: str, batch: Batch, *, outside_transaction: bool
+) -> list[UUID]:
+    """The same on an asynchronous connection."""
+    return await ENQUEUE.run_async(
+        connection, schema, lambda route: _write(batch, schema, route.copies), outside=outside_transaction
+    )
 
 
-def _copy_works(connection: Connection) -> bool:
-    # COPY is not possible in pipeline mode, and psycopg writes JSON as UTF-8 whatever the connection's encoding.
-    return connection.pgconn.pipeline_status == PipelineStatus.OFF and connection.info.encoding == "utf-8"
+def _write(batch: Batch, schema: str, copies: Callable[[], bool]) -> Steps[list[UUID]]:
+    if not batch.events:
+        return []
+    if batch.may_exist or not copies():
+        rows = yield Ask(enqueue_each_statement(schema), (as_json(batch.events),))
+        return [_id_of(row) for row in rows]
+    plan = plan_copy(batch.events)
+    now = None
+    if plan.timed:
+        [row] = yield Ask(_NOW, ())
+        now = datetime.fromtimestamp(float(row[0]), UTC)
+    yield plan.into(schema, now)
+    wake = f'select "{schema}".outbox_wake(array(select json_array_elements_text(cast(cast($1 as text) as json))))'
+    yield Ask(wake, (json.dumps(plan.topics()),))
+    return [event.event_id for event in batch.events]
 
 
-@contextmanager
-def _database_errors(schema: str) -> Iterator[None]:
-    """Explains the errors that have to do with us; any other error reaches the caller as it is."""
-    try:
-        yield
-    except psycopg.Error as error:
-        if error.sqlstate in UNMIGRATED_SQLSTATES:
-            raise EnqueueError(
-                f"this database has no outbox in schema {schema!r}, or an old one: run `pulse-outbox migrate`"
-            ) from error
-        if error.sqlstate == "42501":
-            raise EnqueueError(
-                f"this database user may not enqueue: `grant {schema}_producer to …` lets it"
-            ) from error
-        if ours := from_database_error(error):
-            raise ours from error
-        raise
-
-
-def _one_id(row: tuple[Any, ...] | None) -> UUID:
-    assert row is not None
+def _id_of(row: Row) -> UUID:
     # An application may have its own loader for uuid.
     return row[0] if isinstance(row[0], UUID) else UUID(str(row[0]))

@@ -5,6 +5,8 @@ Failures *of handlers* (`TerminalHandlerError`, `RetryLater`) live in `pulse_out
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 
 class OutboxError(Exception):
     """The base of everything that pulse-outbox raises on purpose."""
@@ -54,8 +56,41 @@ def from_database_error(error: BaseException) -> OutboxError | None:
 
     Only the primary message is taken: DETAIL may quote values of the row.
     """
-    kind = ERROR_OF_SQLSTATE.get(getattr(error, "sqlstate", None) or "")
-    if kind is None:
-        return None
-    primary = getattr(getattr(error, "diag", None), "message_primary", None)
-    return kind(primary or kind.__doc__)
+    kind = ERROR_OF_SQLSTATE.get(sqlstate_of(error) or "")
+    return None if kind is None else kind(_primary_message(error) or kind.__doc__)
+
+
+def sqlstate_of(error: BaseException) -> str | None:
+    """The SQLSTATE of a database error of any driver, also inside the error that a library has wrapped around it."""
+    for part in _unwrapped(error):
+        # psycopg and asyncpg; psycopg2; the fields of the server's answer (pg8000).
+        found = getattr(part, "sqlstate", None) or getattr(part, "pgcode", None) or _fields(part).get("C")
+        if isinstance(found, str):
+            return found
+    return None
+
+
+def _primary_message(error: BaseException) -> str | None:
+    for part in _unwrapped(error):
+        found = (
+            getattr(getattr(part, "diag", None), "message_primary", None)  # psycopg, psycopg2
+            or _fields(part).get("M")  # pg8000
+            or getattr(part, "message", None)  # asyncpg
+        )
+        if isinstance(found, str):
+            return found
+    return None
+
+
+def _unwrapped(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it was raised from (Django, SQLAlchemy's `orig`), the innermost last."""
+    seen: set[int] = set()
+    part: object = error
+    while isinstance(part, BaseException) and id(part) not in seen:
+        yield part
+        seen.add(id(part))
+        part = getattr(part, "orig", None) or part.__cause__
+
+
+def _fields(error: BaseException) -> Mapping[str, object]:
+    return error.args[0] if error.args and isinstance(error.args[0], dict) else {}

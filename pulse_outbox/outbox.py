@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from typing import Unpack
     from uuid import UUID
 
-    import psycopg
-
+    from pulse_outbox.connections import AsyncConnection, SyncConnection
     from pulse_outbox.failures import Redact
     from pulse_outbox.retry import RetryPolicy
 
@@ -153,7 +152,7 @@ class Outbox:
 
     def enqueue(
         self,
-        connection: psycopg.Connection[Any],
+        connection: SyncConnection,
         topic: str,
         payload: object,
         *,
@@ -172,7 +171,7 @@ class Outbox:
 
     async def enqueue_async(
         self,
-        connection: psycopg.AsyncConnection[Any],
+        connection: AsyncConnection,
         topic: str,
         payload: object,
         *,
@@ -189,7 +188,7 @@ class Outbox:
 
     def enqueue_many(
         self,
-        connection: psycopg.Connection[Any],
+        connection: SyncConnection,
         events: Iterable[NewEvent],
         *,
         outside_transaction: bool = False,
@@ -202,7 +201,7 @@ class Outbox:
 
     async def enqueue_many_async(
         self,
-        connection: psycopg.AsyncConnection[Any],
+        connection: AsyncConnection,
         events: Iterable[NewEvent],
         *,
         outside_transaction: bool = False,
@@ -217,9 +216,7 @@ class Outbox:
 
     # Once only
 
-    def first_time(
-        self, connection: psycopg.Connection[Any], event: Event[Any], *, name: str | None = None
-    ) -> bool:
+    def first_time(self, connection: SyncConnection, event: Event[Any], *, name: str | None = None) -> bool:
         """Records in the connection's transaction that this event's work is done, and says whether that is news.
 
         Call it in the transaction that does the work, and do the work only if it says True. *name* is the effect's, the
@@ -232,7 +229,7 @@ class Outbox:
         )
 
     async def first_time_async(
-        self, connection: psycopg.AsyncConnection[Any], event: Event[Any], *, name: str | None = None
+        self, connection: AsyncConnection, event: Event[Any], *, name: str | None = None
     ) -> bool:
         """`first_time` on an asynchronous connection."""
         from pulse_outbox import handled

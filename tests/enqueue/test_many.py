@@ -47,11 +47,11 @@ def comparable(row: dict[str, Any], ids: dict[Any, int]) -> dict[str, Any]:
 
 def test_copy_and_function_write_the_same_rows(testbed, monkeypatch):
     """A reader can't tell how an event was written."""
-    from pulse_outbox import enqueue
+    from pulse_outbox.connections import psycopg as route
 
     written, parked = [], []
     for copy_works in (True, False):
-        monkeypatch.setattr(enqueue, "_copy_works", lambda _, works=copy_works: works)
+        monkeypatch.setattr(route, "_copies", lambda _, works=copy_works: works)
         with testbed.database() as dsn, psycopg.connect(dsn) as conn:
             ids = outbox.enqueue_many(conn, EVENTS)
             order = {event_id: number for number, event_id in enumerate(ids)}
