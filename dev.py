@@ -5,6 +5,7 @@
     python3 dev.py test            every check: ruff, mypy, import-linter, pytest
     python3 dev.py test ARGS…      pytest alone, with these arguments
     python3 dev.py lint            the checks without pytest
+    python3 dev.py bench ARGS…     measure beside the peers; --help says how
     python3 dev.py run CMD ARGS…   any command of the environment
 
 Standard library only. The first call installs requirements-dev.txt (pinned, with hashes); later calls see
@@ -63,6 +64,9 @@ def main(arguments: Sequence[str]) -> int:
         case ["lint"]:
             prepare()
             return run_stages(CHECKS)
+        case ["bench", *rest]:
+            prepare()
+            become(["python", "-m", "benchmarks", *rest])
         case ["run", command, *rest]:
             prepare()
             become([command, *rest])
