@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from pulse_outbox.dispatcher import sentry
 from pulse_outbox.dispatcher.jobs import Job, Over, Released
-from pulse_outbox.dispatcher.running import Runner
+from pulse_outbox.dispatcher.running import Attempt, Runner
 from pulse_outbox.dispatcher.slots import Slots
 from pulse_outbox.dispatcher.transactions import Transactions
 from pulse_outbox.dispatcher.wire import CHUNK, Lines, decode, decode_claim, encode, encode_outcome
@@ -141,9 +141,9 @@ class ReportingRunner(Runner):
         super().__init__(**options)
         self._may_start = may_start
 
-    async def run(self, job: Job) -> Outcome:
-        """The outcome of one attempt."""
-        return await super().run(job) if self._may_start(job) else Over(job)
+    def begin(self, job: Job) -> Outcome | Attempt:
+        """Calls the handler."""
+        return super().begin(job) if self._may_start(job) else Over(job)
 
 
 class Child:

@@ -399,9 +399,9 @@ class ChildSuspects:
     def _take_in(self, claims: Sequence[Claim], claimed_at: float, child: ChildProcess) -> None:
         self._tally.claimed += len(claims)
         lease = self._settings.seconds("lease")
-        jobs = [Job(claim, self._handlers[claim.topic], claimed_at, lease) for claim in claims]
-        for job in jobs:
-            self._in_flight.add(job)
+        now = time.monotonic()
+        jobs = [Job(claim, self._handlers[claim.topic], claimed_at, lease, now) for claim in claims]
+        self._in_flight.add(jobs)
         if self._closing:
             for job in jobs:
                 job.stage = "finished"

@@ -37,9 +37,10 @@ from pulse_outbox.log import log
 from pulse_outbox.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Coroutine
+    from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
     from datetime import timedelta
     from types import FrameType
+    from uuid import UUID
 
     from pulse_outbox.dispatcher.jobs import Job, Outcome
     from pulse_outbox.dispatcher.suspects import Suspects
@@ -406,15 +407,15 @@ class Dispatcher:
         self._settler.add(outcome)
         self._intake.room_made()
 
-    def _settled(self, outcome: Outcome, answer: Answer | None) -> None:
-        """A result is stored, or refused."""
+    def _settled(self, outcomes: Sequence[Outcome], answers: Mapping[UUID, Answer]) -> None:
+        """Results are stored, or refused."""
         self._intake.room_made()
-        self._report.settled(outcome, answer)
+        self._report.settled(outcomes, answers)
 
     def _lost(self, job: Job) -> None:
         """A heartbeat found that a lease is somebody else's. A running handler goes on; its result will be refused."""
         if job.withdraw():
-            self._in_flight.remove(job)
+            self._in_flight.remove([job])
             self._report.lost(job, result="not started")
 
     def _slots_exhausted(self, why: str) -> None:

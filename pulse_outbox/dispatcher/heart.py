@@ -202,5 +202,5 @@ class Heart:
         self._condition.is_well("release")
         for job in self._withdrawn:
             if answers.get(job.claim.event_id) != "locked":
-                self._main.call_soon_threadsafe(self._in_flight.remove, job)
+                self._main.call_soon_threadsafe(self._in_flight.remove, [job])
         self._withdrawn = [job for job in self._withdrawn if answers.get(job.claim.event_id) == "locked"]

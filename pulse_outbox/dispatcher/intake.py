@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 AHEAD = 0.1
 """How much work may wait in memory, in seconds of what is being completed at present."""
+AHEAD_BATCHES = 4
 RATE_WINDOW = 0.5
 RATE_SAMPLE = 0.02
 LONGEST_WAIT = 0.3
@@ -227,12 +228,12 @@ class Intake:
         if len(self._settler) >= 4 * self._settings.batch:
             return 0  # the database does not take results: do not add to them
         free = self._slots.free
-        ahead = min(self._settings.batch, int(self._completion_rate() * AHEAD))
-        waiting = self._slots.waiting
-        # Half empty before it is filled again: claims are cheaper by the dozen.
-        if not free and waiting > ahead // 2:
+        ahead = int(min(self._completion_rate() * AHEAD, AHEAD_BATCHES * self._settings.batch))
+        room = free + max(0, ahead - self._slots.waiting)
+        # Whole batches once there is work ahead: claims are cheaper by the dozen.
+        if not free and room < min(self._settings.batch, ahead // 2):
             return 0
-        return min(self._settings.batch, free + max(0, ahead - waiting))
+        return min(self._settings.batch, room)
 
     def _room_of(self, topic: str) -> int:
         """How many more of a topic could run: its handler's limit, and the connections that transactions share."""
@@ -278,16 +279,18 @@ class Intake:
         self._nap = FIRST_NAP_DEAF if self._deaf else FIRST_NAP
         self._tally.claimed += len(claims)
         lease = self._settings.seconds("lease")
-        jobs = [Job(claim, self._handlers[claim.topic], claimed_at, lease) for claim in claims]
-        for job in jobs:
-            self._in_flight.add(job)
+        now = time.monotonic()
+        jobs = [Job(claim, self._handlers[claim.topic], claimed_at, lease, now) for claim in claims]
+        self._in_flight.add(jobs)
         if self._holds:
             for job in jobs:
                 job.withdraw()
                 self._settler.add(Released(job))
             return
         # A budget of one must not wait in memory: those were claimed for slots that are free, and go first.
-        jobs.sort(key=lambda job: job.claim.max_attempts != 1)
+        urgent = [job for job in jobs if job.claim.max_attempts == 1]
+        if urgent:
+            jobs = urgent + [job for job in jobs if job.claim.max_attempts != 1]
         self._slots.add(jobs)
 
     # When

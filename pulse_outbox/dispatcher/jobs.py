@@ -24,12 +24,19 @@ class Job:
 
     __slots__ = ("_undecided", "claim", "claimed_at", "handler", "leased_until", "received_at", "stage")
 
-    def __init__(self, claim: Claim, handler: Handler, claimed_at: float, lease: float = math.inf) -> None:
+    def __init__(
+        self,
+        claim: Claim,
+        handler: Handler,
+        claimed_at: float,
+        lease: float = math.inf,
+        received_at: float | None = None,
+    ) -> None:
         self.claim = claim
         self.handler = handler
         self.claimed_at = claimed_at
         """On this process's monotonic clock, before the claim was sent."""
-        self.received_at = time.monotonic()
+        self.received_at = received_at or time.monotonic()
         self.leased_until = claimed_at + lease
         """On the same clock; the heart moves it on."""
         self.stage: Stage = "waiting"
@@ -173,16 +180,18 @@ class InFlight:
             for topic, number in kept:
                 self.reserve(topic, -number)
 
-    def add(self, job: Job) -> None:
-        """From its claim on."""
-        self._jobs[job] = None
-        topic = job.claim.topic
-        self._by_topic[topic] = self._by_topic.get(topic, 0) + 1
+    def add(self, jobs: Iterable[Job]) -> None:
+        """From their claim on."""
+        for job in jobs:
+            self._jobs[job] = None
+            topic = job.claim.topic
+            self._by_topic[topic] = self._by_topic.get(topic, 0) + 1
 
-    def remove(self, job: Job) -> None:
-        """Its result is stored, or is nobody's business any more."""
-        if self._jobs.pop(job, job) is None:
-            self._by_topic[job.claim.topic] -= 1
+    def remove(self, jobs: Iterable[Job]) -> None:
+        """Their results are stored, or are nobody's business any more."""
+        for job in jobs:
+            if self._jobs.pop(job, job) is None:
+                self._by_topic[job.claim.topic] -= 1
 
     def snapshot(self) -> list[Job]:
         """All of them at this moment."""

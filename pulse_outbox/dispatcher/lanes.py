@@ -7,8 +7,8 @@ listed anew: at least once a second under load, and before every sleep.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from pulse_outbox.store import Claim, Lane
 
 
-_lane_of = attrgetter("topic", "generation", "lapses", "priority")
-
-
 class LaneKey(NamedTuple):
     """What makes a lane."""
 
@@ -29,6 +26,9 @@ class LaneKey(NamedTuple):
     generation: int
     lapses: int
     priority: int
+
+
+_lane_of = attrgetter(*LaneKey._fields)  # a plain tuple: as a key it is the same
 
 
 @dataclass(slots=True)
@@ -103,18 +103,16 @@ class Lanes:
 
     def note(self, plan: ClaimPlan, claims: Sequence[Claim]) -> None:
         """Moves the lanes on after a claim (whose rows come in order)."""
-        taken: dict[LaneKey, int] = {}
-        for key, of_lane in groupby(claims, key=_lane_of):
-            rows = list(of_lane)
-            lane = LaneKey(*key)
-            taken[lane] = taken.get(lane, 0) + len(rows)
-            if place := self._places.get(lane):
-                place.next_run_at, place.seq = rows[-1].next_run_at, rows[-1].seq + 1
+        lanes: list[LaneKey] = [_lane_of(claim) for claim in claims]  # type: ignore[misc]  # equal, and hashed alike
+        for key, last in dict(zip(lanes, claims, strict=True)).items():
+            if place := self._places.get(key):
+                place.next_run_at, place.seq = last.next_run_at, last.seq + 1
         if len(claims) >= plan.limit:
             return
         left = dict(plan.quotas)
+        taken = Counter(lanes)
         for key in plan.keys:
-            left[key.topic] -= taken.get(key, 0)
+            left[key.topic] -= taken[key]
             if left[key.topic] > 0 and (place := self._places.get(key)):
                 place.short = True
 

@@ -9,7 +9,8 @@ from pulse_outbox.dispatcher.running import job_fields
 from pulse_outbox.log import log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
+    from uuid import UUID
 
     from pulse_outbox.dispatcher.jobs import Job, Outcome
     from pulse_outbox.dispatcher.sentry import Sentry
@@ -38,8 +39,12 @@ class Report:
         self._died = died
         self._due_in = due_in
 
-    def settled(self, outcome: Outcome, answer: Answer | None) -> None:
-        """A result is stored, or refused."""
+    def settled(self, outcomes: Sequence[Outcome], answers: Mapping[UUID, Answer]) -> None:
+        """Results are stored, or refused."""
+        for outcome in outcomes:
+            self._settled(outcome, answers.get(outcome.job.claim.event_id) if answers else None)
+
+    def _settled(self, outcome: Outcome, answer: Answer | None) -> None:
         if answer == "lost" or (isinstance(outcome, Over) and outcome.lost):
             self.lost(outcome.job, result=type(outcome).__name__.lower())
             return

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import types
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic_core import from_json
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from pulse_outbox.dispatcher.sentry import Sentry
     from pulse_outbox.dispatcher.transactions import Transactions
     from pulse_outbox.failures import Redact
-
-T = TypeVar("T")
 
 current_event: ContextVar[Event[Any] | None] = ContextVar("pulse_outbox_event", default=None)
 """The event that the running code works on; log lines take their context from it."""
@@ -62,18 +59,22 @@ class Runner:
         """Lets the threads go; one that is stuck is not waited for."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def run(self, job: Job) -> Outcome:
-        """The outcome of one attempt."""
+    def begin(self, job: Job) -> Outcome | Attempt:
+        """Calls the handler and lets it go on until it waits for something: one that never does is over then."""
         try:
             event = self.event_of(job)
         except PayloadError as error:
             return self.failed(job, error, decoding=True)
         # In a context of its own: what a handler binds (to its logger, say) must not reach the next one in the slot.
-        return await _in_context(copy_context(), self._attempt_in_scope(job, event))
+        context = copy_context()
+        attempt = self._attempt(job, event) if self._sentry is None else self._attempt_in_scope(job, event)
+        try:
+            return Attempt(context, attempt, context.run(attempt.send, None))
+        except StopIteration as done:
+            return cast("Outcome", done.value)
 
     async def _attempt_in_scope(self, job: Job, event: Event[Any]) -> Outcome:
-        if self._sentry is None:
-            return await self._attempt(job, event)
+        assert self._sentry is not None
         with self._sentry.around(event):
             return await self._attempt(job, event)
 
@@ -184,21 +185,32 @@ class Runner:
         )
 
 
-@types.coroutine
-def _in_context(context: Context, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
-    """Awaits a coroutine, each step of it in this context; a task of its own would do the same and cost more."""
-    step: Callable[[], Any] = functools.partial(coroutine.send, None)
-    while True:
-        try:
-            awaited = context.run(step)
-        except StopIteration as done:
-            return cast("T", done.value)
-        try:
-            sent = yield awaited
-        except BaseException as error:
-            step = functools.partial(coroutine.throw, error)
-        else:
-            step = functools.partial(coroutine.send, sent)
+class Attempt:
+    """A handler that waits for something. Awaiting this lets it go on, each step in its own context.
+
+    A task of its own would do the same and cost more.
+    """
+
+    __slots__ = ("_awaited", "_context", "_coroutine")
+
+    def __init__(self, context: Context, coroutine: Coroutine[Any, Any, Outcome], awaited: Any) -> None:
+        self._context = context
+        self._coroutine = coroutine
+        self._awaited = awaited
+
+    def __await__(self) -> Generator[Any, Any, Outcome]:
+        step: Callable[[], Any]
+        while True:
+            try:
+                sent = yield self._awaited
+            except BaseException as error:
+                step = functools.partial(self._coroutine.throw, error)
+            else:
+                step = functools.partial(self._coroutine.send, sent)
+            try:
+                self._awaited = self._context.run(step)
+            except StopIteration as done:
+                return cast("Outcome", done.value)
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:

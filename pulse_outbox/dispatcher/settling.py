@@ -47,7 +47,7 @@ class Settler:
         in_flight: InFlight,
         batch: int,
         condition: Condition,
-        settled: Callable[[Outcome, Answer | None], None],
+        settled: Callable[[Sequence[Outcome], Mapping[UUID, Answer]], None],
     ) -> None:
         self._store = store
         self._in_flight = in_flight
@@ -58,7 +58,6 @@ class Settler:
         self._wanted = asyncio.Event()
         self._busy = False
         self._locked_tries: dict[Job, int] = {}
-        self._answered_jobs: set[Job] = set()
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._locked_tries)
@@ -81,49 +80,43 @@ class Settler:
             batch, self._waiting = self._waiting[: self._batch], self._waiting[self._batch :]
             if not self._waiting:
                 self._wanted.clear()
+            calls = _calls(batch)
             try:
-                await self._write(batch)
+                for call in calls:
+                    await self._offer(call)
             except BaseException:
-                self._waiting = batch + self._waiting
+                self._waiting = [outcome for call in calls for outcome in call] + self._waiting
                 self._wanted.set()
                 raise
             finally:
                 self._busy = False
 
-    async def _write(self, batch: list[Outcome]) -> None:
-        """One call for each kind of outcome; what has been answered leaves *batch*, whatever happens to the rest."""
-        for kind in {type(outcome) for outcome in batch}:
-            group = [outcome for outcome in batch if type(outcome) is kind]
-            for part in _alike(group):
-                try:
-                    await self._offer(part)
-                finally:
-                    batch[:] = [outcome for outcome in batch if outcome.job not in self._answered_jobs]
-                    self._answered_jobs.clear()
-
-    async def _offer(self, part: list[Outcome]) -> None:
+    async def _offer(self, call: list[Outcome]) -> None:
+        """Offers what one call can store; what has been answered leaves the list, whatever happens to the rest."""
         try:
-            answers = await self._send(part)
+            answers = await self._send(call)
         except (psycopg.Error, BadArgument) as error:
             if not _is_about_data(error):
                 raise
-            await self._isolate(part, error)
+            await self._isolate(call, error)
             return
-        for outcome in part:
-            self._answered(outcome, answers.get(outcome.job.claim.event_id) if answers else None)
+        answered = call.copy()
+        call.clear()
+        self._answered(answered, answers)
 
-    async def _isolate(self, part: list[Outcome], error: Exception) -> None:
+    async def _isolate(self, call: list[Outcome], error: Exception) -> None:
         """The database refuses this batch for good: find the one that it refuses, and spare the others."""
-        if len(part) > 1:
-            for outcome in part:
-                await self._offer([outcome])
+        if len(call) > 1:
+            while call:
+                await self._offer(call[:1])
+                del call[0]
             return
-        [outcome] = part
+        outcome = call.pop()
         if isinstance(outcome, Failed) and outcome.error != UNSTORABLE:
             known = {"handler": outcome.job.handler.name, "verdict": outcome.failure.get("verdict")}
             failure = {**known, "error_class": "Unstorable", "rule": "unstorable"}
-            plain = Failed(outcome.job, UNSTORABLE, failure, outcome.delay, outcome.terminal)
-            await self._offer([plain])
+            call.append(Failed(outcome.job, UNSTORABLE, failure, outcome.delay, outcome.terminal))
+            await self._offer(call)
             return
         log.error(
             "outbox.settle_refused",
@@ -132,7 +125,8 @@ class Settler:
             outcome=type(outcome).__name__,
             sqlstate=getattr(error, "sqlstate", None),
         )
-        self._answered(outcome, "lost")  # its lease runs out, and the watchdog decides
+        # Its lease runs out, and the watchdog decides.
+        self._answered([outcome], {outcome.job.claim.event_id: "lost"})
 
     async def _send(self, part: Sequence[Outcome]) -> Mapping[UUID, Answer]:
         """The one call that stores outcomes of one kind."""
@@ -156,44 +150,48 @@ class Settler:
             case _:
                 assert_never(first)
 
-    def _answered(self, outcome: Outcome, answer: Answer | None) -> None:
-        self._answered_jobs.add(outcome.job)
-        if answer == "locked":
-            tries = self._locked_tries.get(outcome.job, 0)
-            self._locked_tries[outcome.job] = tries + 1
-            pause = min(LOCKED_PAUSE * 2 ** min(tries, 10), LOCKED_PAUSE_MAX)
-            asyncio.get_running_loop().call_later(pause, self.add, outcome)
-            return
-        self._over(outcome, answer)
-
-    def _over(self, outcome: Outcome, answer: Answer | None) -> None:
-        self._locked_tries.pop(outcome.job, None)
-        self._in_flight.remove(outcome.job)
+    def _answered(self, outcomes: list[Outcome], answers: Mapping[UUID, Answer]) -> None:
+        over = outcomes
+        if answers:
+            over = [outcome for outcome in outcomes if answers.get(outcome.job.claim.event_id) != "locked"]
+            for outcome in outcomes:
+                if answers.get(outcome.job.claim.event_id) == "locked":
+                    self._put_off(outcome)
+        jobs = [outcome.job for outcome in over]
+        self._in_flight.remove(jobs)
+        if self._locked_tries:
+            for job in jobs:
+                self._locked_tries.pop(job, None)
         try:
-            self._settled(outcome, answer)
+            self._settled(over, answers)
         except Exception as error:
             # It is stored. A log that can't be written must not have it offered again.
             self._condition.complain("log", f"a log line can't be written: {type(error).__name__}")
 
+    def _put_off(self, outcome: Outcome) -> None:
+        tries = self._locked_tries.get(outcome.job, 0)
+        self._locked_tries[outcome.job] = tries + 1
+        pause = min(LOCKED_PAUSE * 2 ** min(tries, 10), LOCKED_PAUSE_MAX)
+        asyncio.get_running_loop().call_later(pause, self.add, outcome)
 
-def _alike(group: list[Outcome]) -> list[list[Outcome]]:
-    """Splits outcomes of one kind by what is the same for a whole call."""
-    parts: dict[object, list[Outcome]] = {}
-    for outcome in group:
-        match outcome:
-            case Completed():
-                same: object = outcome.job.handler.completed
-            case Lapsed():
-                same = outcome.error
-            case _:
-                same = None
-        parts.setdefault(same, []).append(outcome)
-    by_job = {outcome.job: outcome for outcome in group}
-    return [
-        [by_job[job] for job in jobs]
-        for part in parts.values()
-        for jobs in apart(outcome.job for outcome in part)
-    ]
+
+def _calls(batch: list[Outcome]) -> list[list[Outcome]]:
+    """The outcomes in groups that one call can store."""
+    alike: dict[object, list[Outcome]] = {}
+    for outcome in batch:
+        same: object = type(outcome)
+        if isinstance(outcome, Completed):
+            same = outcome.job.handler.completed
+        elif isinstance(outcome, Lapsed):
+            same = Lapsed, outcome.error
+        alike.setdefault(same, []).append(outcome)
+    return [call for outcomes in alike.values() for call in _apart(outcomes)]
+
+
+def _apart(outcomes: list[Outcome]) -> list[list[Outcome]]:
+    """The outcomes in groups of which each has an event only once, since an answer names the event."""
+    jobs = {outcome.job: outcome for outcome in outcomes}
+    return [[jobs[job] for job in group] for group in apart(jobs)]
 
 
 def _is_about_data(error: psycopg.Error | BadArgument) -> bool:

@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from pulse_outbox.dispatcher.jobs import Released
-from pulse_outbox.dispatcher.running import job_fields
+from pulse_outbox.dispatcher.running import Attempt, job_fields
 from pulse_outbox.log import log
 
 if TYPE_CHECKING:
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from pulse_outbox.dispatcher.jobs import Job, Outcome
     from pulse_outbox.dispatcher.running import Runner
 
-SLICE = 0.005
-"""How long slots may go on without giving the event loop a chance, in seconds."""
+SLICE = 0.002
+"""How long slots may go on, all together, without giving the event loop a chance, in seconds."""
+WAKE_ON = 2
+"""How many others a slot wakes whose handler waits for something. Slots whose handlers never do need no help."""
 DEADLINE_CHECK = 0.1
 CANCEL_PATIENCE = 2.0
 """How long a cancelled handler may take to end before its result is settled without it."""
@@ -63,6 +65,9 @@ class Slots:
         self._queue: deque[Job] = deque()
         self._idle: list[Slot] = []
         self._slots = [Slot() for _ in range(concurrency)]
+        self._running = 0
+        self._slice_end = 0.0
+        self._slice_over = False
         self._checking: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -81,12 +86,12 @@ class Slots:
     def free(self) -> int:
         """Slots that a job given now would start in at once."""
         # Not counted by who is idle: slots that have been woken for a queued job are not idle any more.
-        return max(0, len(self._slots) - self.running - len(self._queue))
+        return max(0, len(self._slots) - self._running - len(self._queue))
 
     @property
     def running(self) -> int:
         """Jobs that have started and not ended."""
-        return sum(slot.job is not None for slot in self._slots)
+        return self._running
 
     @property
     def worth_waiting_for(self) -> int:
@@ -96,10 +101,15 @@ class Slots:
     def add(self, jobs: Iterable[Job]) -> None:
         """Gives jobs to the slots, in order."""
         self._queue.extend(jobs)
-        for _ in range(min(len(self._idle), len(self._queue))):
+        if not self._slice_over:
+            self._next_slice()
+
+    def _wake(self, slots: int) -> None:
+        while slots and self._idle and self._queue:
             wakeup = self._idle.pop().wakeup
             if wakeup is not None and not wakeup.done():
                 wakeup.set_result(None)
+                slots -= 1
 
     def take_back(self, which: Callable[[Job], bool]) -> list[Job]:
         """Takes jobs that have not started out of the queue."""
@@ -126,39 +136,50 @@ class Slots:
             await asyncio.wait(tasks, timeout=CANCEL_PATIENCE)
 
     async def _work(self, slot: Slot) -> None:
-        loop = asyncio.get_running_loop()
-        slice_end = loop.time() + SLICE
         while not self._closing:  # a handler may have swallowed the cancellation that was meant for the slot
-            if not self._queue:
-                slot.wakeup = loop.create_future()
+            now = time.monotonic()
+            if now >= self._slice_end and self._queue and not self._slice_over:
+                self._slice_over = True
+                asyncio.get_running_loop().call_soon(self._next_slice)
+            if not self._queue or self._slice_over:
+                slot.wakeup = asyncio.get_running_loop().create_future()
                 self._idle.append(slot)
                 await slot.wakeup
-                slice_end = loop.time() + SLICE
-                continue
-            job = self._queue.popleft()
-            if time.monotonic() > job.leased_until:
-                if job.withdraw():
-                    self._deliver(Released(job))  # somebody else may be running it by now
-                continue
-            if not job.start():
-                continue  # withdrawn from outside while it waited here
-            outcome = await self._run(slot, job, loop)
-            job.stage = "finished"
-            if outcome is not None:
-                self._deliver(outcome)
-            if loop.time() >= slice_end:
-                await asyncio.sleep(0)
-                slice_end = loop.time() + SLICE
+            else:
+                job = self._queue.popleft()
+                if now > job.leased_until:
+                    if job.withdraw():
+                        self._deliver(Released(job))  # somebody else may be running it by now
+                elif job.start():  # or it was withdrawn from outside while it waited here
+                    outcome = await self._run(slot, job, now)
+                    job.stage = "finished"
+                    if outcome is not None:
+                        self._deliver(outcome)
 
-    async def _run(self, slot: Slot, job: Job, loop: asyncio.AbstractEventLoop) -> Outcome | None:
+    def _next_slice(self) -> None:
+        self._slice_end = time.monotonic() + SLICE
+        self._slice_over = False
+        self._wake(1)
+
+    async def _run(self, slot: Slot, job: Job, now: float) -> Outcome | None:
         """One job in one slot; None when it was settled before it ended."""
         slot.job = job
-        timeout = job.handler.timeout
-        if timeout is not None:
-            slot.deadline = loop.time() + timeout
+        self._running += 1
+        if job.handler.timeout is not None:
+            slot.deadline = now + job.handler.timeout
         try:
-            outcome = await self._outcome(slot, job)
+            try:
+                outcome = self._runner.begin(job)
+                if isinstance(outcome, Attempt):
+                    self._wake(WAKE_ON)
+                    outcome = await outcome
+            except BaseException as error:
+                outcome = self._escaped(job, error)
+            assert slot.task is not None
+            if slot.task.cancelling():
+                await self._forget_cancellation(slot.task)
         finally:
+            self._running -= 1
             slot.job, slot.deadline = None, None
             expired, slot.expired_at = slot.expired_at, None
             early, slot.settled_early = slot.settled_early, False
@@ -166,20 +187,13 @@ class Slots:
             return outcome
         return None if early else self._timed_out(job)
 
-    async def _outcome(self, slot: Slot, job: Job) -> Outcome:
-        """What came of the handler, whatever it did to the task that it ran in. Only closing ends a slot."""
-        assert slot.task is not None
-        try:
-            outcome = await self._runner.run(job)
-        except BaseException as error:
-            if self._closing and not job.handler.is_async:
-                raise  # its thread may still be at it: the lease decides
-            if self._closing:
-                return self._cut_off(job, error)
-            outcome = self._runner.failed(job, error)
-        if slot.task.cancelling():
-            await self._forget_cancellation(slot.task)
-        return outcome
+    def _escaped(self, job: Job, error: BaseException) -> Outcome:
+        """What came of a handler whose task was cancelled, whoever did it. Only closing ends a slot."""
+        if self._closing and not job.handler.is_async:
+            raise error  # its thread may still be at it: the lease decides
+        if self._closing:
+            return self._cut_off(job, error)
+        return self._runner.failed(job, error)
 
     async def _forget_cancellation(self, task: asyncio.Task[None]) -> None:
         """A cancellation that a handler swallowed, or asked for, must not reach the next one in the slot."""
@@ -201,10 +215,9 @@ class Slots:
         return self._runner.failed(job, TimedOut(f"the handler ran longer than {job.handler.timeout:g} s"))
 
     async def _check_deadlines(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(DEADLINE_CHECK)
-            now = loop.time()
+            now = time.monotonic()
             stuck = 0
             for slot in self._slots:
                 if slot.deadline is not None and slot.expired_at is None and now >= slot.deadline:

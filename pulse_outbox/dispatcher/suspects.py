@@ -127,7 +127,7 @@ class LonelySuspects:
         for claim in claims:
             log.info("outbox.suspect", event_id=str(claim.event_id), topic=claim.topic, lapses=claim.lapses)
             job = Job(claim, self._handlers[claim.topic], claimed_at, self._settings.seconds("lease"))
-            self._in_flight.add(job)
+            self._in_flight.add([job])
             self._slots.add([job])
         while not self._is_quiet():
             await asyncio.sleep(0.01)
