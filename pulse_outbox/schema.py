@@ -709,6 +709,59 @@ update {table} set checksum = '{migration.checksum}' where version = {version};
 {commit}"""  # noqa: S608
 
 
+def statement(
+    version: int,
+    schema: str = DEFAULT_SCHEMA,
+    *,
+    lock_timeout: float | timedelta = 5,
+    migrations: Sequence[Migration] | None = None,
+) -> str:
+    """One migration as one statement without parameters, for the transaction of Alembic, Django and their like.
+
+    Does nothing where the migration has been applied, by whichever way; refuses to run out of turn. A single statement,
+    because some drivers take no more at once; the settings of the transaction are afterwards what they were.
+    """
+    check_schema_name(schema)
+    shipped = find_migrations() if migrations is None else migrations
+    if not 1 <= version <= len(shipped):
+        raise SettingsError(f"there is no migration {version}: this release ships 1 to {len(shipped)}")
+    migration, table = shipped[version - 1], f'"{schema}".migration'
+    text = render(migration, schema).rstrip()
+    tag = "$migration$"
+    if tag in text:
+        raise SchemaError(f"{migration.label} holds {tag}, which stands around it: use another tag in it")
+    return f"""\
+-- {migration.label} for schema {schema}, by pulse-outbox {__version__}
+do $pulse_outbox$
+declare
+  v_search_path  text := pg_catalog.current_setting('search_path');
+  v_lock_timeout text := pg_catalog.current_setting('lock_timeout');
+  v_installed    integer;
+  v_applied      boolean;
+begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
+  perform pg_advisory_xact_lock({_lock_key(schema)});  -- one migration at a time, by whatever tool
+  if to_regclass('{table}') is not null then
+    select max(version), bool_or(version = {version})
+      into v_installed, v_applied
+      from {table};
+  end if;
+  if v_applied is not true then
+    if v_installed is distinct from {"null" if version == 1 else version - 1} then
+      raise exception 'schema {schema} is at %: {migration.label} is not the next migration', coalesce(v_installed, 0);
+    end if;
+    perform set_config('lock_timeout', '{max(1, round(_seconds(lock_timeout) * 1000))}', true);
+    execute {tag}
+{text}
+{tag};
+    update {table} set checksum = '{migration.checksum}' where version = {version};
+    perform set_config('lock_timeout', v_lock_timeout, true);
+  end if;
+  perform set_config('search_path', v_search_path, true);
+end
+$pulse_outbox$"""  # noqa: S608  of the schema's name nothing but a checked identifier gets here
+
+
 # Asking
 
 

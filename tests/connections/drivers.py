@@ -490,7 +490,9 @@ def use_django(dsn: str, alias: str = "default") -> None:
     if not settings.configured:
         nowhere = {"ENGINE": "django.db.backends.postgresql", "NAME": "nowhere", "HOST": "/nowhere"}
         settings.configure(
-            DATABASES={"default": nowhere, "other": {**nowhere}}, INSTALLED_APPS=[], USE_TZ=True
+            DATABASES={"default": nowhere, "other": {**nowhere}},
+            INSTALLED_APPS=["pulse_outbox.django"],
+            USE_TZ=True,
         )
         django.setup()
     given = conninfo_to_dict(dsn)

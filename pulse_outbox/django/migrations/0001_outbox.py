@@ -1,0 +1,3 @@
+from pulse_outbox.django.numbered import numbered
+
+Migration = numbered(__name__)
