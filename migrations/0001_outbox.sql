@@ -26,10 +26,11 @@
 --               outbox_next_alert  what died and was not alerted: the next alert to send, outbox_pay_alert when it has arrived
 --               dispatcher_*     who is alive
 --   operators   outbox_replay, outbox_discard, outbox_pause, outbox_resume, outbox_prune, outbox_prune_handled
+--               outbox_free      RUNNING -> where it came from, after a restore: what dead workers held
 --               outbox_replay_many, outbox_discard_many  dead letters by topic, error class and time, no more than asked for
 --               views topic_status, dispatcher_status, dead_kind, dead_letter, blocked_key
 --   at the end  outbox_grant: who may call what
---   inside      lock_claimed, answers, unpark, record_failure, paused_topics, whose_turn, take, lapse_delay, lapse_failure,
+--   inside      lock_claimed, answers, unpark, record_failure, release_locked, paused_topics, whose_turn, take, lapse_delay, lapse_failure,
 --               hold_event, failure_cycle,
 --               check_replay, check_discard, replay_held, discard_held, hold_dead, oldest_unfinished, count_topics, blocked_keys
 --
@@ -1048,6 +1049,38 @@ begin
 end
 $$;
 
+-- The one place where a claim is undone. The caller has locked the rows. p_void: whoever held them never gets them back.
+create function pulse.release_locked(p_rows tid[], p_void boolean, p_now timestamptz) returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set jit = off
+as $$
+declare
+  v_topics text[];
+  v_keys   text[];
+begin
+  with released as (
+    update pulse.outbox o
+       set status      = (case when o.attempts > 1 or o.snoozes > 0 or o.lapses > 0 then 'RETRYING' else 'PENDING' end)::pulse.status,
+           attempts    = o.attempts - 1,
+           next_run_at = p_now,
+           lease_until = null,
+           locked_by   = null,
+           claim_token = case when not p_void then o.claim_token end
+     where o.ctid = any (p_rows)
+    returning o.topic, o.ordering_key
+  )
+  select array_agg(distinct topic), array_agg(ordering_key) filter (where ordering_key is not null)
+    into v_topics, v_keys
+    from released;
+  if v_keys is not null then
+    perform pulse.unpark(v_keys, p_now);
+  end if;
+  perform pulse.outbox_wake(v_topics);
+end
+$$;
+
 -- RUNNING -> where it came from, due at once: the job was claimed and never started (shutdown, pause), so the attempt was none.
 create function pulse.outbox_release(p_event_ids uuid[], p_tokens uuid[], p_now timestamptz default null)
 returns table (event_id uuid, answer text)
@@ -1056,30 +1089,8 @@ set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set jit = off
 as $$
-#variable_conflict use_column
-declare
-  v_rows   tid[] := pulse.lock_claimed(p_event_ids, p_tokens);
-  v_now    timestamptz := coalesce(p_now, clock_timestamp());
-  v_topics text[];
-  v_keys   text[];
 begin
-  with released as (
-    update pulse.outbox o
-       set status      = (case when o.attempts > 1 or o.snoozes > 0 or o.lapses > 0 then 'RETRYING' else 'PENDING' end)::pulse.status,
-           attempts    = o.attempts - 1,
-           next_run_at = v_now,
-           lease_until = null,
-           locked_by   = null
-     where o.ctid = any (v_rows)
-    returning o.topic, o.ordering_key
-  )
-  select array_agg(distinct topic), array_agg(ordering_key) filter (where ordering_key is not null)
-    into v_topics, v_keys
-    from released;
-  if v_keys is not null then
-    perform pulse.unpark(v_keys, v_now);
-  end if;
-  perform pulse.outbox_wake(v_topics);
+  perform pulse.release_locked(pulse.lock_claimed(p_event_ids, p_tokens), false, coalesce(p_now, clock_timestamp()));
   return query select * from pulse.answers(p_event_ids, p_tokens, '{PENDING, RETRYING}');
 end
 $$;
@@ -1773,6 +1784,60 @@ begin
 end
 $$;
 
+-- Frees up to p_limit events that are RUNNING under workers of whom none is alive, and says how many: for a restored backup, whose
+-- claims are of workers that will never settle them. Their attempt was none and nobody suspects them, unlike after a lapse; only
+-- those with a budget of one, which may not start twice, are DEAD_LETTERED. Call it until it says 0.
+create function pulse.outbox_free(p_freed_by text, p_limit integer default 10000, p_now timestamptz default null) returns integer
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+set jit = off
+as $$
+declare
+  v_now    timestamptz := coalesce(p_now, clock_timestamp());
+  v_rows   tid[];
+  v_once   tid[];
+  v_ids    uuid[];
+  v_tokens uuid[];
+  v_topics text[];
+begin
+  if coalesce(p_freed_by, '') = '' then
+    raise exception 'freed_by must say who frees them' using errcode = 'PO003';
+  end if;
+  select array_agg(c.row) filter (where c.max_attempts > 1),
+         array_agg(c.row) filter (where c.max_attempts = 1),
+         array_agg(c.event_id) filter (where c.max_attempts = 1),
+         array_agg(c.claim_token) filter (where c.max_attempts = 1),
+         array_agg(c.topic) filter (where c.max_attempts = 1)
+    into v_rows, v_once, v_ids, v_tokens, v_topics
+    from (
+      select o.ctid as row, o.event_id, o.claim_token, o.max_attempts, o.topic
+        from pulse.outbox o
+       where o.status = 'RUNNING'
+         and not exists (
+               select 1
+                 from pulse.dispatcher d
+                where d.worker = o.locked_by
+                  and d.last_seen_at > v_now - d.lease)
+       order by o.lease_until
+       limit p_limit
+         for update of o skip locked) as c;
+  if v_rows is not null then
+    perform pulse.release_locked(v_rows, true, v_now);
+  end if;
+  if v_once is not null then
+    perform pulse.record_failure(
+      v_once, v_ids, v_tokens, array_fill('worker lease expired'::text, array[cardinality(v_once)]),
+      array(select pulse.lapse_failure('LeaseExpired', 'lease.expired', '{}', t) from unnest(v_topics) as t),
+      array_fill(interval '0', array[cardinality(v_once)]), array_fill(false, array[cardinality(v_once)]), true, true, v_now);
+  end if;
+  raise log 'pulse outbox: % events freed by %', coalesce(cardinality(v_rows), 0) + coalesce(cardinality(v_once), 0), p_freed_by;
+  return coalesce(cardinality(v_rows), 0) + coalesce(cardinality(v_once), 0);
+end
+$$;
+
 -- Deletes what completed or was discarded longer than p_retention ago, from p_pages pages of the table, starting at p_page.
 -- Says where to go on (null: the end has been reached). It walks along the table, not along an index: an index for this
 -- would be paid for by every completion. p_dead: dead letters too.
@@ -2146,6 +2211,7 @@ begin
       pulse.blocked_keys(integer),
       pulse.outbox_pause(text, text, text, timestamptz),
       pulse.outbox_resume(text, text),
+      pulse.outbox_free(text, integer, timestamptz),
       pulse.outbox_prune(interval, bigint, integer, boolean, timestamptz),
       pulse.outbox_prune_handled(interval, bigint, integer, timestamptz)
       to pulse_operator;

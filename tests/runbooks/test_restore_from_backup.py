@@ -68,6 +68,7 @@ def test_back_to_an_earlier_time(
         assert "RUNNING" not in shift.run("find-t")
         assert "letter.print" in shift.run("may-run-twice")
         assert " 1\n" in shift.run("free")
+        assert there.status(running_at_t) == "PENDING"
         shift.run("export")
         assert " 2\n" in shift.run("discard-done")
         assert there.statuses(done_later, running_at_t) == ["DISCARDED", "DISCARDED"]

@@ -247,6 +247,58 @@ def test_hostile_names_are_data(outbox):
     assert outbox.row(event_id)["failure_history"][1]["discarded_by"] == name
 
 
+# After a restore
+
+
+def test_what_dead_workers_hold_is_freed_at_once(outbox):
+    """Its attempt was none, nobody suspects it, and who held it gets it no more. What a living worker holds stays."""
+    outbox.seen("alive")
+    outbox.seen("silent")
+    outbox.forward(31)
+    outbox.seen("alive")
+    tried = outbox.enqueue("tried")
+    outbox.fail(outbox.claim("tried"), delay=0)
+    ids = [tried, *(outbox.enqueue(topic) for topic in ("unknown", "silent", "alive"))]
+    claims = [outbox.claim(topic, worker=topic) for topic in ("tried", "unknown", "silent", "alive")]
+    outbox.forward(1)
+
+    assert outbox.scalar("outbox_free", "ada") == 3
+    assert outbox.statuses(*ids) == ["RETRYING", "PENDING", "PENDING", "RUNNING"]
+    assert [outbox.row(event_id)["attempts"] for event_id in ids] == [1, 0, 0, 1]
+    assert [outbox.row(event_id)["lapses"] for event_id in ids] == [0, 0, 0, 0]
+    assert [outbox.complete(claim) for claim in claims[:3]] == [{event_id: "lost"} for event_id in ids[:3]]
+    assert outbox.complete(claims[3]) == {}
+    assert outbox.scalar("outbox_free", "ada") == 0
+    assert set(outbox.claim(["tried", "unknown", "silent"]).ids) == set(ids[:3])
+
+
+def test_what_may_not_start_twice_is_not_freed_to_run(outbox):
+    event_id = outbox.enqueue(p_max_attempts=1)
+    outbox.claim(worker="gone")
+
+    assert outbox.scalar("outbox_free", "ada") == 1
+    row = outbox.row(event_id)
+    assert (row["status"], row["attempts"], row["last_error"]) == ("DEAD_LETTERED", 1, "worker lease expired")
+    assert (row["alerted_at"], row["claim_token"]) == (None, None)
+
+
+def test_freed_events_keep_the_order_of_their_key(outbox):
+    first, second = outbox.enqueue_many(2, key="k")
+    outbox.claim(worker="gone")
+    outbox.scalar("outbox_free", "ada")
+
+    assert outbox.claim(limit=10).ids == [first]
+    assert outbox.status(second) == "PENDING"
+
+
+def test_free_goes_no_further_than_asked_and_says_who(outbox):
+    outbox.enqueue_many(5)
+    outbox.claim(worker="gone", limit=5)
+
+    assert refusal(outbox.call, "outbox_free", "") == "PO003"
+    assert [outbox.scalar("outbox_free", "ada", 2) for _ in range(4)] == [2, 2, 1, 0]
+
+
 # Pruning
 
 
