@@ -109,7 +109,7 @@ def enqueue_statement(schema: str) -> bytes:
         f'select "{schema}".outbox_enqueue('
         "%s::text, %s::jsonb, %s::text, %s::text, %s::jsonb, %s::smallint, "
         # A delay counts on the database's clock, not on the producer's.
-        "coalesce(%s::timestamptz, clock_timestamp() + %s::interval), "
+        "coalesce(%s::timestamptz, pg_catalog.clock_timestamp() operator(pg_catalog.+) %s::interval), "
         "%s::integer, %s::bigint, %s::text, %s::text, %s::uuid, %s::text)"
     ).encode()
 
@@ -132,9 +132,10 @@ def enqueue_each_statement(schema: str) -> str:
         f'select cast("{schema}".outbox_enqueue('  # noqa: S608  the schema's name was checked by the Outbox
         # A JSON null comes out of the record as no value at all.
         "e.topic, coalesce(e.payload, 'null'), e.idempotency_key, e.ordering_key, e.headers, e.priority, "
-        "coalesce(e.run_at, clock_timestamp() + make_interval(secs => e.delay)), "
+        "coalesce(e.run_at, "
+        "pg_catalog.clock_timestamp() operator(pg_catalog.+) pg_catalog.make_interval(secs => e.delay)), "
         "e.max_attempts, e.generation, e.source, e.target, e.event_id, e.dead_key) as text) "
-        f"from rows from (json_to_recordset(cast(cast($1 as text) as json)) as ({_FIELDS})) "
+        f"from rows from (pg_catalog.json_to_recordset(cast(cast($1 as text) as json)) as ({_FIELDS})) "
         f"with ordinality as e ({names}, place) order by e.place"
     )
 
@@ -227,7 +228,7 @@ def _next_run_at(event: EncodedEvent, now: datetime) -> datetime:
 
 
 # Read as a number: an application may have its own loader for timestamps.
-_NOW = "select cast(extract(epoch from clock_timestamp()) as double precision)"
+_NOW = "select cast(extract(epoch from pg_catalog.clock_timestamp()) as double precision)"
 
 
 # Writing it
@@ -296,7 +297,10 @@ def _write(batch: Batch, schema: str, copies: Callable[[], bool]) -> Steps[list[
         [row] = yield Ask(_NOW, ())
         now = datetime.fromtimestamp(float(row[0]), UTC)
     yield plan.into(schema, now)
-    wake = f'select "{schema}".outbox_wake(array(select json_array_elements_text(cast(cast($1 as text) as json))))'
+    wake = (
+        f'select "{schema}".outbox_wake('
+        "array(select pg_catalog.json_array_elements_text(cast(cast($1 as text) as json))))"
+    )
     yield Ask(wake, (json.dumps(plan.topics()),))
     return [event.event_id for event in batch.events]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,8 +29,9 @@ def find_route(connection: object) -> PsycopgRoute | AsyncPsycopgRoute | None:
         return AsyncPsycopgRoute(connection)
     if isinstance(connection, psycopg.Transaction | psycopg.AsyncTransaction):
         raise Unfit("this is a transaction: pass its connection")
-    if callable(getattr(connection, "getconn", None)):
-        raise Unfit("this is a pool: pass a connection of it (`with pool.connection() as conn:`)")
+    if borrow := getattr(connection, "getconn", None):
+        context = "async with" if inspect.iscoroutinefunction(borrow) else "with"
+        raise Unfit(f"this is a pool: pass a connection of it (`{context} pool.connection() as conn:`)")
     return None
 
 

@@ -32,7 +32,9 @@ def find_route(connection: object) -> SQLAlchemyRoute | AsyncSQLAlchemyRoute | N
         return AsyncSQLAlchemyRoute(connection)
     if isinstance(connection, PoolProxiedConnection):
         return connections.find_route(connection.dbapi_connection)  # type: ignore[return-value]  # a driver's route
-    if isinstance(connection, Engine | Pool):
+    if isinstance(connection, Pool):
+        raise Unfit("this is a pool: pass a connection (`with engine.begin() as conn:`)")
+    if isinstance(connection, Engine):
         raise Unfit("this is an engine: pass a connection of it (`with engine.begin() as conn:`)")
     if isinstance(connection, sa_asyncio.AsyncEngine):
         raise Unfit("this is an engine: pass a connection of it (`async with engine.begin() as conn:`)")

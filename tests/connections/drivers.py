@@ -113,7 +113,7 @@ class Psycopg2(Dbapi):
 
 class Pg8000(Dbapi):
     def open(self) -> None:
-        parts = _parts(self.dsn)
+        parts = parts_of(self.dsn)
         if parts["host"].startswith("/"):
             parts["unix_sock"] = f"{parts.pop('host')}/.s.PGSQL.{parts.pop('port')}"
         self.given = pg8000.dbapi.connect(**parts)
@@ -329,7 +329,7 @@ class Asyncpg(AsyncDriver):
     begin = "async with conn.transaction():"
 
     async def open_async(self) -> None:
-        self.given = await asyncpg.connect(**_parts(self.dsn))
+        self.given = await asyncpg.connect(**parts_of(self.dsn))
         await self.begin_async()
 
     async def begin_async(self) -> None:
@@ -352,7 +352,7 @@ class AsyncpgPool(Asyncpg):
     """A connection as its pool lends it."""
 
     async def open_async(self) -> None:
-        self.pool = await asyncpg.create_pool(**_parts(self.dsn), min_size=1, max_size=1)
+        self.pool = await asyncpg.create_pool(**parts_of(self.dsn), min_size=1, max_size=1)
         self.given = await self.pool.acquire()
         await self.begin_async()
 
@@ -452,7 +452,7 @@ def opening() -> Iterator[Open]:
 # Addresses
 
 
-def _parts(dsn: str) -> dict[str, Any]:
+def parts_of(dsn: str) -> dict[str, Any]:
     """For asyncpg and pg8000, which know no conninfo strings."""
     given = conninfo_to_dict(dsn)
     parts: dict[str, Any] = {"user": given["user"], "database": given["dbname"]}
