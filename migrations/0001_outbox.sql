@@ -1492,11 +1492,12 @@ set enable_seqscan = off
 set jit = off
 as $$
 declare
-  v_status  pulse.status;
-  v_request text;
+  v_status pulse.status;
+  v_done   boolean;
 begin
-  select o.status, o.failure_history -> -1 ->> 'request'
-    into v_status, v_request
+  -- In any entry, not only the last: a call that was held back may arrive after another request.
+  select o.status, o.failure_history @> jsonb_build_array(jsonb_build_object('request', p_request))
+    into v_status, v_done
     from pulse.outbox o
    where o.event_id = p_event_id
      for update;
@@ -1504,7 +1505,7 @@ begin
     raise exception 'no event %', coalesce(p_event_id::text, 'null')
       using errcode = 'PO001', hint = 'Events that completed may have been pruned.';
   end if;
-  if v_request = p_request::text then
+  if v_done and p_request is not null then
     return false;
   end if;
   if v_status <> all (p_statuses) then
@@ -1683,7 +1684,7 @@ begin
          and (p_error_class is null or coalesce(o.last_failure ->> 'error_class', '') = p_error_class)
          and (p_since is null or o.completed_at >= p_since)
          and (p_until is null or o.completed_at < p_until)
-         and (p_request is null or o.failure_history -> -1 ->> 'request' is distinct from p_request::text)
+         and (p_request is null or not o.failure_history @> jsonb_build_array(jsonb_build_object('request', p_request)))
        limit p_limit
          for update skip locked);
   elsif p_topic is null then
@@ -1697,7 +1698,7 @@ begin
        and o.completed_at >= coalesce(p_since, '-infinity')
        and o.completed_at < coalesce(p_until, 'infinity')
        and (p_error_class is null or coalesce(o.last_failure ->> 'error_class', '') = p_error_class)
-       and (p_request is null or o.failure_history -> -1 ->> 'request' is distinct from p_request::text)
+       and (p_request is null or not o.failure_history @> jsonb_build_array(jsonb_build_object('request', p_request)))
      order by o.topic, o.completed_at
      limit p_limit
        for update skip locked);

@@ -188,6 +188,19 @@ def test_repeated_request_changes_nothing(outbox):
     assert refusal(outbox.call, "outbox_discard", event_id, "why", "ada") == "PO002"
 
 
+def test_request_that_comes_late_changes_nothing(outbox):
+    """The network held it back until after its repetition, and after another request."""
+    event_id, late = outbox.dead(), uuid.uuid4()
+    for request in (late, uuid.uuid4()):
+        outbox.call("outbox_replay", event_id, 0, "ada", p_request=request)
+        outbox.fail(outbox.claim(), terminal=True)
+
+    outbox.call("outbox_replay", event_id, 0, "ada", p_request=late)
+
+    assert outbox.status(event_id) == "DEAD_LETTERED"
+    assert len(outbox.row(event_id)["failure_history"]) == 2
+
+
 def test_replay_killed_half_way_is_nothing(outbox, session):
     """The backend dies after the update and before the commit."""
     event_id = outbox.dead()
