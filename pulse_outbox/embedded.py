@@ -7,12 +7,17 @@ The binaries come from the `embedded` extra, else from the machine. The server l
 private folder; several at once don't meet. When the process that started it ends, in whatever way, a watchdog
 stops the server and removes the folder: nothing stays behind, not even after `kill -9`.
 
+    $ python -m pulse_outbox.embedded pytest
+
+runs one command, or without one a shell, whose PULSE_OUTBOX_DSN (and PGHOST …, for psql) leads to such a server.
+
 As root the server runs as `postgres` or `nobody`, since PostgreSQL refuses to run as root. No user and no
 permission of the machine is changed.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import importlib.util
@@ -629,3 +634,47 @@ def _version_of(binaries: Path, account: _Account) -> int | None:
         return None
     found = re.search(r"\) (\d+)", answer.stdout)
     return int(found[1]) if found and answer.returncode == 0 else None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command beside a server that is started for it; returns the command's exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pulse_outbox.embedded",
+        usage="python -m pulse_outbox.embedded [--keep DIRECTORY] [COMMAND …]",
+        description="Runs COMMAND, or your shell, with PULSE_OUTBOX_DSN of a PostgreSQL that is started for it. "
+        "For development and tests.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--keep", metavar="DIRECTORY", help="keep the data there for the next time")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+    args = parser.parse_args(argv)
+    command = args.command or [os.environ.get("SHELL") or "/bin/sh"]
+    try:
+        with start(directory=args.keep) as server:
+            return _run_beside(server, command)
+    except EmbeddedError as error:
+        print(f"pulse_outbox.embedded: {error}", file=sys.stderr)
+        return 1
+
+
+def _run_beside(server: Server, command: Sequence[str]) -> int:
+    environment = {
+        "PULSE_OUTBOX_DSN": server.dsn,
+        "PGHOST": str(server.socket_directory),
+        "PGPORT": str(server._port),
+        "PGUSER": SUPERUSER,
+        "PGDATABASE": "postgres",
+    }
+    # Ctrl-C is for the command alone: this goes on until that has ended. A function, because what is ignored would be
+    # ignored by the command too.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        process = subprocess.Popen(command, env=os.environ | environment)
+    except OSError as error:
+        raise EmbeddedError(f"{command[0]}: {error.strerror}: name a program") from error
+    code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -271,3 +271,43 @@ def test_importing_the_module_does_not_import_the_extra():
     answer = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
 
     assert answer.stdout.strip() == "False"
+
+
+def test_a_command_runs_beside_a_server_of_its_own():
+    """One line instead of an installation: its exit code is the command's, and Ctrl-C is the command's to hear."""
+    program = (
+        "import os, signal, psycopg, sys\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "print(psycopg.connect(os.environ['PULSE_OUTBOX_DSN']).execute('select 1 + 1').fetchone()[0])\n"
+        "print(psycopg.connect().info.dbname, os.environ['PGHOST'])\n"
+        "sys.exit(7)\n"
+    )
+
+    ended = subprocess.run(
+        [sys.executable, "-m", "pulse_outbox.embedded", sys.executable, "-W", "ignore", "-c", program],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+
+    assert ended.returncode == 7, ended.stderr
+    two, rest = ended.stdout.splitlines()
+    assert two == "2"
+    assert rest.startswith("postgres ")
+    assert not Path(rest.split()[1]).exists()
+
+
+def test_a_command_that_is_not_there_is_one_line():
+    ended = subprocess.run(
+        [sys.executable, "-m", "pulse_outbox.embedded", "no-such-program"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+
+    assert ended.returncode == 1
+    assert (
+        ended.stderr == "pulse_outbox.embedded: no-such-program: No such file or directory: name a program\n"
+    )
