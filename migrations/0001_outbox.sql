@@ -2220,6 +2220,175 @@ begin
 end
 $$;
 
+------------------------------------------------------------------------------------------------------------------------
+-- What \d+ and \df+ show, and docs/reference/sql.md repeats (a test holds it to that)
+------------------------------------------------------------------------------------------------------------------------
+
+comment on column pulse.migration.version is 'The file''s number.';
+comment on column pulse.migration.name is 'The file''s name.';
+comment on column pulse.migration.oldest_code is 'The oldest release that may use the schema from then on.';
+comment on column pulse.migration.checksum is 'Of the file as it was applied; null where psql did it, until the next migrate.';
+comment on column pulse.migration.applied_at is 'When.';
+comment on column pulse.migration.applied_by is 'By which login.';
+
+comment on column pulse.outbox.event_id is 'Public identity, known to the producer before it commits.';
+comment on column pulse.outbox.seq is 'Order of insertion, given by the database.';
+comment on column pulse.outbox.next_run_at is 'Not before this time: schedule of a new event, backoff of a failed one.';
+comment on column pulse.outbox.created_at is 'When it was enqueued.';
+comment on column pulse.outbox.generation is 'Which generation of code should run it; 0: any.';
+comment on column pulse.outbox.lease_seq is '+1 at every claim, never reset: a fencing number for the handler''s own downstreams.';
+comment on column pulse.outbox.attempts is 'Started runs in this cycle, counted at claim.';
+comment on column pulse.outbox.snoozes is 'How often the handler asked for later, in this cycle.';
+comment on column pulse.outbox.status is 'PENDING, RUNNING, COMPLETED, RETRYING, DEAD_LETTERED or DISCARDED.';
+comment on column pulse.outbox.priority is 'From -9 to 9, higher first within its topic.';
+comment on column pulse.outbox.lapses is 'Leases of this cycle that lapsed: 1 makes a suspect, 2 run alone.';
+comment on column pulse.outbox.parked is 'Waits for an earlier event of its ordering key.';
+comment on column pulse.outbox.holds_key is 'As a dead letter it keeps later events of its key waiting.';
+comment on column pulse.outbox.alone is 'The present claim runs with nothing beside it.';
+comment on column pulse.outbox.lease_until is 'Until when the claim is good without a heartbeat; null unless RUNNING.';
+comment on column pulse.outbox.completed_at is 'When it completed, died or was discarded.';
+comment on column pulse.outbox.alerted_at is 'When its alert was accepted. Dead and null: still owed.';
+comment on column pulse.outbox.alert_id is 'The alert that covers this dead letter, stamped before it is sent.';
+comment on column pulse.outbox.claimed_at is 'The newest claim; kept when it ends.';
+comment on column pulse.outbox.topic is 'Which handler. 1 to 200 characters.';
+comment on column pulse.outbox.ordering_key is 'Events with the same key run one at a time, in the order of seq. Null: no order.';
+comment on column pulse.outbox.idempotency_key is 'What a consumer deduplicates on; the event''s id unless the producer gave one, which is unique per topic.';
+comment on column pulse.outbox.claim_token is 'The fence: minted for one claim call, kept when its holder settles, cleared when it is reaped or replayed.';
+comment on column pulse.outbox.max_attempts is 'The budget in force, stamped at each claim.';
+comment on column pulse.outbox.producer_max_attempts is 'The producer''s own budget, if it gave one.';
+comment on column pulse.outbox.locked_by is 'The worker that holds the lease; null unless RUNNING.';
+comment on column pulse.outbox.payload is 'The producer''s data.';
+comment on column pulse.outbox.headers is 'Trace context and anything that is not payload.';
+comment on column pulse.outbox.source is 'Producing context, optional.';
+comment on column pulse.outbox.target is 'Receiving context, optional.';
+comment on column pulse.outbox.first_failed_at is 'First failure of this cycle.';
+comment on column pulse.outbox.last_error is 'Sanitised, at most 8 KiB.';
+comment on column pulse.outbox.last_failure is 'What any dispatcher needs to alert: handler, error_class, verdict, rule.';
+comment on column pulse.outbox.failure_history is 'One entry for each cycle that ended in a dead letter and was replayed or discarded.';
+comment on column pulse.outbox.alert_offered_at is 'When its alert was last given to a dispatcher to send.';
+
+comment on column pulse.event_handled.handler_name is 'The handler, or the name that it gave to its effect.';
+comment on column pulse.event_handled.idempotency_key is 'Of the event.';
+comment on column pulse.event_handled.handled_at is 'When it was recorded.';
+
+comment on column pulse.pause.topic is 'Null: all topics.';
+comment on column pulse.pause.reason is 'Why.';
+comment on column pulse.pause.paused_by is 'Who.';
+comment on column pulse.pause.paused_at is 'When.';
+
+comment on column pulse.dispatcher.worker is 'Its name, as in locked_by.';
+comment on column pulse.dispatcher.host is 'Where it runs.';
+comment on column pulse.dispatcher.pid is 'Its process there.';
+comment on column pulse.dispatcher.version is 'The release that it runs.';
+comment on column pulse.dispatcher.topics is 'What it serves.';
+comment on column pulse.dispatcher.generations is 'These and 0; null: all.';
+comment on column pulse.dispatcher.started_at is 'When it started.';
+comment on column pulse.dispatcher.last_seen_at is 'When it last said that it lives.';
+comment on column pulse.dispatcher.in_flight is 'Events that it holds.';
+comment on column pulse.dispatcher.sleeping is 'A producer must notify it.';
+comment on column pulse.dispatcher.lease is 'Its lease: alive means seen within this time.';
+comment on column pulse.dispatcher.completed is 'Events since it started.';
+comment on column pulse.dispatcher.rates is 'Completed per second lately, by topic.';
+
+comment on column pulse.sweep.swept_at is 'When the watchdog looked.';
+comment on column pulse.sweep.hold_until is 'Until when nothing is reaped, so that the living can report first.';
+
+comment on column pulse.topic_status.topic is 'With unfinished work, a pause, or a living dispatcher that serves it.';
+comment on column pulse.topic_status.due is 'Could run now.';
+comment on column pulse.topic_status.later is 'Scheduled, or backing off.';
+comment on column pulse.topic_status.parked is 'Waits for an earlier event of its ordering key.';
+comment on column pulse.topic_status.running is 'Claimed.';
+comment on column pulse.topic_status.retrying is 'Those of due, later and parked that have failed before.';
+comment on column pulse.topic_status.dead is 'Dead letters.';
+comment on column pulse.topic_status.oldest_wait is 'How long the oldest due event has been due.';
+comment on column pulse.topic_status.longest_running is 'How long ago the oldest running event was claimed.';
+comment on column pulse.topic_status.rate is 'Completed per second, lately, by all who live.';
+comment on column pulse.topic_status.paused is 'The reason of its pause, or of the pause of all.';
+comment on column pulse.topic_status.served_by is 'Living dispatchers.';
+comment on column pulse.topic_status.unserved is 'Those of due, later and parked whose topic and generation nobody alive serves.';
+
+comment on column pulse.dispatcher_status.worker is 'Its name, as in locked_by.';
+comment on column pulse.dispatcher_status.alive is 'Seen within its lease.';
+comment on column pulse.dispatcher_status.host is 'Where it runs.';
+comment on column pulse.dispatcher_status.pid is 'Its process there.';
+comment on column pulse.dispatcher_status.version is 'The release that it runs.';
+comment on column pulse.dispatcher_status.topics is 'What it serves.';
+comment on column pulse.dispatcher_status.generations is 'These and 0; null: all.';
+comment on column pulse.dispatcher_status.in_flight is 'Events that it holds.';
+comment on column pulse.dispatcher_status.completed is 'Events since it started.';
+comment on column pulse.dispatcher_status.rate is 'Completed per second, lately.';
+comment on column pulse.dispatcher_status.last_seen is 'How long ago it said that it lives.';
+comment on column pulse.dispatcher_status.started_at is 'When it started.';
+comment on column pulse.dispatcher_status.last_seen_at is 'When it said that it lives.';
+comment on column pulse.dispatcher_status.rates is 'Completed per second, by topic.';
+
+comment on column pulse.dead_kind.topic is 'One half of the kind.';
+comment on column pulse.dead_kind.error_class is 'The other half; empty where there is none.';
+comment on column pulse.dead_kind.dead is 'How many.';
+comment on column pulse.dead_kind.first_died_at is 'The first death.';
+comment on column pulse.dead_kind.last_died_at is 'The last death.';
+comment on column pulse.dead_kind.generations is 'Of which generations they are.';
+comment on column pulse.dead_kind.died_before is 'Replayed earlier, and dead again.';
+comment on column pulse.dead_kind.alerts_owed is 'How many nobody has been told of.';
+comment on column pulse.dead_kind.last_error is 'Of the last that died.';
+
+comment on column pulse.dead_letter.event_id is 'Its id.';
+comment on column pulse.dead_letter.topic is 'Its topic.';
+comment on column pulse.dead_letter.dead_lettered_at is 'When it died.';
+comment on column pulse.dead_letter.attempts is 'Started runs in this cycle.';
+comment on column pulse.dead_letter.error_class is 'Of the last failure; empty where there is none.';
+comment on column pulse.dead_letter.last_error is 'Sanitised, at most 8 KiB.';
+comment on column pulse.dead_letter.rule is 'What decided that it is dead.';
+comment on column pulse.dead_letter.handler is 'Who failed.';
+comment on column pulse.dead_letter.first_failed_at is 'First failure of this cycle.';
+comment on column pulse.dead_letter.generation is 'Its generation.';
+comment on column pulse.dead_letter.ordering_key is 'Its ordering key.';
+comment on column pulse.dead_letter.holds_key is 'Later events of its key wait for it.';
+comment on column pulse.dead_letter.earlier_cycles is 'How often it died before.';
+comment on column pulse.dead_letter.alert_id is 'The alert that covers it.';
+comment on column pulse.dead_letter.alerted_at is 'When that was accepted; null: still owed.';
+comment on column pulse.dead_letter.source is 'Producing context.';
+comment on column pulse.dead_letter.target is 'Receiving context.';
+comment on column pulse.dead_letter.created_at is 'When it was enqueued.';
+
+comment on column pulse.blocked_key.ordering_key is 'The key.';
+comment on column pulse.blocked_key.event_id is 'The event that it waits for.';
+comment on column pulse.blocked_key.topic is 'Of that event.';
+comment on column pulse.blocked_key.status is 'Of that event.';
+comment on column pulse.blocked_key.why is 'dead letter, or parked head: the latter is freed by any dispatcher.';
+comment on column pulse.blocked_key.since is 'When it died, or has been due.';
+comment on column pulse.blocked_key.waiting is 'How many wait behind it, counted up to 1000.';
+
+comment on function pulse.uuid7 is 'A time-ordered UUID (version 7).';
+comment on function pulse.outbox_wake is 'Wakes the dispatchers that sleep and serve one of these topics: for those who insert by COPY.';
+comment on function pulse.outbox_enqueue is 'Writes one event in the caller''s transaction and returns its id, or the id of the event that is already there.';
+comment on function pulse.outbox_lanes is 'The lanes that have work, now or later, each with its first row.';
+comment on function pulse.outbox_claim is 'Takes due events, gives them a lease under the caller''s token, counts the attempt, and returns them.';
+comment on function pulse.outbox_heartbeat is 'Extends leases; speaks only of what is locked or lost.';
+comment on function pulse.outbox_complete is 'RUNNING to COMPLETED, or the row is deleted; speaks only of what is locked or lost.';
+comment on function pulse.outbox_fail is 'RUNNING to RETRYING after a delay, or DEAD_LETTERED when it is terminal or the budget is spent.';
+comment on function pulse.outbox_snooze is 'RUNNING to RETRYING: the handler asked for later, so the attempt was none.';
+comment on function pulse.outbox_release is 'RUNNING to where it came from, due at once: it never started, so the attempt was none.';
+comment on function pulse.outbox_lapse is 'A worker''s child has died while these were running: as when their leases had run out, but at once.';
+comment on function pulse.outbox_reap is 'The watchdog: leases that have run out become failures, and their tokens worthless.';
+comment on function pulse.outbox_heal is 'Frees ordering keys whose head a race left parked; goes round the keys in steps.';
+comment on function pulse.outbox_next_alert is 'The next alert to send, if one is owed: the dead letters of one kind, lent for p_lease.';
+comment on function pulse.outbox_pay_alert is 'An alert was accepted: its dead letters owe none any more. Returns how many they were.';
+comment on function pulse.dispatcher_seen is 'Says that a dispatcher is alive, and forgets those that have not said so for ten leases.';
+comment on function pulse.dispatcher_gone is 'Removes a dispatcher that ends.';
+comment on function pulse.outbox_replay is 'DEAD_LETTERED to PENDING, in place: the ended cycle goes into failure_history and a new one begins.';
+comment on function pulse.outbox_discard is 'PENDING, RETRYING or DEAD_LETTERED to DISCARDED: it must never run.';
+comment on function pulse.outbox_replay_many is 'Replays dead letters, the oldest first and no more than p_limit. Returns how many.';
+comment on function pulse.outbox_discard_many is 'Discards dead letters, the oldest first and no more than p_limit. Returns how many.';
+comment on function pulse.outbox_pause is 'Nobody claims this topic (null: any) from the commit on; running events finish.';
+comment on function pulse.outbox_resume is 'Ends a pause; true when there was one.';
+comment on function pulse.outbox_prune is 'Deletes what ended longer than p_retention ago from p_pages pages, and says where to go on (null: the end).';
+comment on function pulse.outbox_free is 'After a restore: what is RUNNING under workers of whom none is alive is due again, and the attempt was none. Call it until it says 0.';
+comment on function pulse.outbox_prune_handled is 'Forgets what handlers did longer than p_older_than ago, a few pages at a time, and says where to go on (null: the end).';
+comment on function pulse.count_topics is 'Unfinished work by topic and generation: what topic_status counts.';
+comment on function pulse.blocked_keys is 'What the view blocked_key shows, looking for parked heads among p_keys keys.';
+comment on function pulse.outbox_grant is 'Gives each of the three roles that exists its rights; to be called again when one was created later.';
+
 -- Roles belong to the cluster: they may exist, another database may be creating them now, or this user may not create any.
 do $$
 begin
