@@ -94,7 +94,7 @@ MUTANTS = {
             ("outbox_claim", "where l.next_run_at <= v_now", "where true"),
         )
     ),
-    "release keeps the attempt": Mutant(changes=(("outbox_release", "o.attempts - 1", "o.attempts"),)),
+    "release keeps the attempt": Mutant(changes=(("release_locked", "o.attempts - 1", "o.attempts"),)),
     "replay of what is not dead": Mutant(
         changes=(("outbox_replay", "'{DEAD_LETTERED}'", "'{DEAD_LETTERED, COMPLETED}'"),)
     ),
