@@ -51,14 +51,21 @@ class AsyncTransaction(Protocol):
 
 
 class AsyncpgConnection(Protocol):
-    """asyncpg's Connection, also as a pool lends it."""
+    """asyncpg's Connection."""
 
+    def is_in_transaction(self) -> bool: ...
     def fetchrow(self, query: Any, /, *args: Any) -> Awaitable[Any]: ...
-    def copy_to_table(self, table_name: Any, /, *, source: Any) -> Awaitable[Any]: ...
+
+
+class AsyncpgLoan(Protocol):
+    """asyncpg's Connection as its pool lends it, which shows nothing but a proxy."""
+
+    def __getattr__(self, attr: str, /) -> Any: ...
+    def _detach(self) -> Any: ...
 
 
 SyncConnection = SyncTransaction | DjangoConnection
-AsyncConnection = AsyncTransaction | AsyncpgConnection
+AsyncConnection = AsyncTransaction | AsyncpgConnection | AsyncpgLoan
 
 
 # What pulse-outbox sees

@@ -40,9 +40,11 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
     from datetime import timedelta
     from types import FrameType
+    from typing import Unpack
     from uuid import UUID
 
     from pulse_outbox.dispatcher.jobs import Job, Outcome
+    from pulse_outbox.dispatcher.settings import DispatcherOptions
     from pulse_outbox.dispatcher.suspects import Suspects
     from pulse_outbox.outbox import Outbox
     from pulse_outbox.store import Answer
@@ -68,7 +70,12 @@ class Dispatcher:
     """
 
     def __init__(
-        self, outbox: Outbox, *, dsn: str | None = None, target: str | None = None, **settings: Any
+        self,
+        outbox: Outbox,
+        *,
+        dsn: str | None = None,
+        target: str | None = None,
+        **settings: Unpack[DispatcherOptions],
     ) -> None:
         dsn = dsn or os.environ.get("PULSE_OUTBOX_DSN")
         if not dsn:

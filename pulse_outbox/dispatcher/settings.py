@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass, field
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 from uuid import uuid4
 
 from pulse_outbox.errors import SettingsError
@@ -23,6 +23,27 @@ _TIMES = ("lease", "heartbeat", "watchdog", "poll", "grace", "retention")
 def _worker_name() -> str:
     # Two processes of one name would be one row of pulse.dispatcher: the last part keeps them apart.
     return f"{socket.gethostname()}:{os.getpid()}:{uuid4().hex[:6]}"
+
+
+class DispatcherOptions(TypedDict, total=False):
+    """What `Dispatcher` takes, for type checkers; the meanings are those of DispatcherSettings."""
+
+    concurrency: int
+    batch: int
+    lease: float | timedelta
+    heartbeat: float | timedelta
+    watchdog: float | timedelta
+    poll: float | timedelta
+    grace: float | timedelta
+    generations: tuple[int, ...] | None
+    worker: str
+    topics: tuple[str, ...]
+    notify: bool
+    listen_dsn: str | None
+    health: str | None
+    burst: bool
+    retention: float | timedelta | None
+    retries: StorageRetries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
