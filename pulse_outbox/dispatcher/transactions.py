@@ -76,9 +76,11 @@ class Transactions:
         except (PoolTimeout, psycopg.Error) as error:
             raise NotStarted("no connection for its transaction") from error
         deadline: asyncio.TimerHandle | None = None
+        begun = False
         try:
             await conn.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
             async with conn.transaction():
+                begun = True
                 await job.handler.function(build(conn))
                 # The rest, with the commit, is ours to wait for: a server that does not answer is not waited for long.
                 deadline = asyncio.get_running_loop().call_later(DEADLINE, shut_down, conn)
@@ -92,6 +94,8 @@ class Transactions:
         except psycopg.Error as error:
             if loses_connection(error):
                 await conn.close()
+            if not begun:  # the connection died after it was looked at: the handler was never called
+                raise NotStarted("its transaction could not begin") from error
             raise
         finally:
             if deadline is not None:
@@ -107,9 +111,11 @@ class Transactions:
             raise NotStarted("no connection for its transaction") from error
         deadline = threading.Timer(DEADLINE, shut_down, (conn,))
         deadline.daemon = True
+        begun = False
         try:
             conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
             with conn.transaction():
+                begun = True
                 job.handler.function(build(conn))
                 deadline.start()
                 give_up_at = time.monotonic() + PATIENCE
@@ -119,6 +125,8 @@ class Transactions:
         except psycopg.Error as error:
             if loses_connection(error):
                 conn.close()
+            if not begun:
+                raise NotStarted("its transaction could not begin") from error
             raise
         finally:
             deadline.cancel()

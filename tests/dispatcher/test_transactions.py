@@ -233,6 +233,24 @@ async def test_dead_connections_in_the_pool_cost_no_attempt(
     assert await table.count("attempts > 1 or lapses > 0") == 0
 
 
+@KINDS
+async def test_a_connection_that_dies_before_the_transaction_begins(
+    dsn, outbox: Outbox, table: Table, handle, kind: str
+):
+    """The handler was never called, so it costs no attempt, not even the only one."""
+    from tests.support.proxy import proxied
+
+    handle(kind, lambda event, conn: None, retry=RetryPolicy(max_attempts=1))
+    async with proxied(dsn) as proxy, dispatching(outbox, proxy.dsn):
+        proxy.lose_answer_to = b"BEGIN"
+        event_id = await table.enqueue(outbox, "job")
+        row = await table.until_status(event_id, "COMPLETED")
+
+    assert proxy.lost_answers == 1
+    assert (row.attempts, row.lease_seq) == (1, 2)
+    assert await effects(table) == 1
+
+
 async def test_a_read_only_connection_does_not_stay_in_the_pool(
     dsn, outbox: Outbox, table: Table, handle, monkeypatch
 ):
