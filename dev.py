@@ -6,6 +6,7 @@
     python3 dev.py test ARGS…      pytest alone, with these arguments
     python3 dev.py lint            the checks without pytest
     python3 dev.py bench ARGS…     measure beside the peers; --help says how
+    python3 dev.py chaos           the fault rig: --minutes N --seed S (--help tells more)
     python3 dev.py run CMD ARGS…   any command of the environment
 
 Standard library only. The first call installs requirements-dev.txt (pinned, with hashes); later calls see
@@ -67,6 +68,9 @@ def main(arguments: Sequence[str]) -> int:
         case ["bench", *rest]:
             prepare()
             become(["python", "-m", "benchmarks", *rest])
+        case ["chaos", *rest]:
+            prepare()
+            become(["python", "-m", "chaos", *rest])
         case ["run", command, *rest]:
             prepare()
             become([command, *rest])

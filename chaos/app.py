@@ -1,0 +1,331 @@
+"""The application that the rig runs, `pulse-outbox run chaos.app:outbox`: a topic for each way in which jobs behave.
+
+Every handler notes in a journal when it starts and how it ends. Whoever imports this module gets the crash points
+that the rig may order and the mutant that CHAOS_MUTANT names, also in the child processes that suspects run in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import inspect
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import psycopg
+from pydantic import BaseModel, ValidationError
+
+from chaos import mutants
+from chaos.journal import Journal
+from chaos.points import Points
+from chaos.topics import TOPICS
+from pulse_outbox import Event, Outbox, RetryLater, RetryPolicy, TerminalHandlerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DSN = os.environ["PULSE_OUTBOX_DSN"]
+WHO = os.environ["CHAOS_WHO"]
+LEASE = float(os.environ.get("CHAOS_LEASE", "3"))
+BUGGY = os.environ.get("CHAOS_GENERATION") == "1"
+"""The old generation of this code has a bug that the new one has not."""
+
+DIRECTORY = Path(os.environ["CHAOS_DIR"])
+
+journal = Journal(DIRECTORY / f"handlers-{WHO}-{os.getpid()}.jsonl")
+points = Points(DIRECTORY / f"orders-{WHO}", journal)
+points.wrap_store()
+mutants.patch(os.environ.get("CHAOS_MUTANT", ""))
+
+
+def _sleep(seconds: Any) -> None:
+    threading.Event().wait(seconds)
+
+
+if "FAKETIME" in os.environ:
+    # Under libfaketime the real one fails where the monotonic clock is left alone, which the journals need.
+    time.sleep = _sleep
+
+outbox = Outbox()
+
+
+# What every handler does
+
+
+def handles(topic: str, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a handler whose beginning and end go into the journal."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        options["retry"] = RetryPolicy(
+            max_attempts=TOPICS[topic].max_attempts, base_delay=0.1, max_delay=min(1, LEASE / 3)
+        )
+
+        @functools.wraps(function)
+        async def run_async(event: Event[Any]) -> None:
+            _starts(event)
+            try:
+                await function(event)
+            except BaseException as error:
+                _ends(event, error)
+                raise
+            _ends(event, None)
+
+        @functools.wraps(function)
+        def run_sync(event: Event[Any]) -> None:
+            _starts(event)
+            try:
+                function(event)
+            except BaseException as error:
+                _ends(event, error)
+                raise
+            _ends(event, None)
+
+        wrapped = run_async if inspect.iscoroutinefunction(function) else run_sync
+        return outbox.handler(topic, **options)(wrapped)
+
+    return register
+
+
+def _starts(event: Event[Any]) -> None:
+    points.reached("before_handler")
+    journal.write(
+        "start",
+        event=str(event.id),
+        lease_seq=event.lease_seq,
+        attempt=event.attempt,
+        max_attempts=event.max_attempts,
+        worker=WHO,
+        pid=os.getpid(),
+    )
+
+
+def _ends(event: Event[Any], error: BaseException | None) -> None:
+    journal.write(
+        "end", event=str(event.id), lease_seq=event.lease_seq, outcome=expected_verdict(error, event)
+    )
+    points.reached("after_handler")
+
+
+def expected_verdict(error: BaseException | None, event: Event[Any]) -> str:
+    """What must become of the event, by the specification: written down here once more, apart from the product."""
+    if error is None:
+        return "ok"
+    if isinstance(error, RetryLater):
+        spent = error.max_snoozes is not None and event.snoozes >= error.max_snoozes
+        return "terminal" if spent else "later"
+    return "terminal" if _is_terminal(error) else "transient"
+
+
+def _is_terminal(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_terminal(inner) for inner in error.exceptions)
+    return isinstance(error, TerminalHandlerError | ValidationError | psycopg.IntegrityError)
+
+
+# Those that succeed
+
+
+@handles("fast")
+async def fast(event: Event[dict[str, Any]]) -> None:
+    """Nothing to do."""
+
+
+@handles("deleted", completed="delete")
+async def deleted(event: Event[dict[str, Any]]) -> None:
+    """Its row goes when it is done."""
+
+
+@handles("slow")
+async def slow(event: Event[dict[str, Any]]) -> None:
+    await asyncio.sleep(event.payload["seconds"])
+
+
+@handles("thread")
+def thread(event: Event[dict[str, Any]]) -> None:
+    time.sleep(event.payload["seconds"])
+
+
+@handles("blocks")
+async def blocks(event: Event[dict[str, Any]]) -> None:
+    time.sleep(event.payload["seconds"])  # the event loop stands still, on purpose
+
+
+@handles("ordered")
+async def ordered(event: Event[dict[str, Any]]) -> None:
+    await asyncio.sleep(event.payload["seconds"])
+    if event.attempt <= event.payload["fails"]:
+        raise RuntimeError("this one does not get through yet")
+
+
+@handles("once")
+async def once(event: Event[dict[str, Any]]) -> None:
+    await asyncio.sleep(event.payload["seconds"])
+
+
+@handles("generations")
+async def generations(event: Event[dict[str, Any]]) -> None:
+    if BUGGY and event.payload["hits_the_bug"]:
+        raise LookupError("the old code has a bug")
+
+
+# Those with effects
+
+
+@handles("transactional", transactional=True)
+async def transactional(event: Event[dict[str, Any]]) -> None:
+    await event.connection.execute(
+        "insert into chaos.effect values (%s, 'transactional', %s)", (event.id, event.lease_seq)
+    )
+    if event.attempt <= event.payload["fails"]:
+        raise RuntimeError("after the effect, which must not stay")
+    await asyncio.sleep(event.payload["seconds"])
+
+
+@handles("transactional.sync", transactional=True)
+def transactional_sync(event: Event[dict[str, Any]]) -> None:
+    event.connection.execute(
+        "insert into chaos.effect values (%s, 'transactional', %s)", (event.id, event.lease_seq)
+    )
+    if event.attempt <= event.payload["fails"]:
+        raise RuntimeError("after the effect, which must not stay")
+    time.sleep(event.payload["seconds"])
+
+
+@handles("effect")
+def effect(event: Event[dict[str, Any]]) -> None:
+    """Its effect is committed with the record of it; the end of the job comes later, or never."""
+    with psycopg.connect(DSN, connect_timeout=5, options="-c statement_timeout=5000") as conn:
+        if outbox.first_time(conn, event):
+            conn.execute(
+                "insert into chaos.effect values (%s, 'first time', %s)", (event.id, event.lease_seq)
+            )
+    if event.attempt <= event.payload["fails"]:
+        raise RuntimeError("after the effect, which must not happen again")
+
+
+# Those that fail
+
+
+class Unprintable(Exception):
+    """Whoever wants to print it gets another exception."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+    __repr__ = __str__
+
+
+class Card(BaseModel):
+    """What a payload should look like."""
+
+    number: int
+    owner: str
+
+
+def _group(*errors: BaseException) -> BaseException:
+    return BaseExceptionGroup("several", errors)
+
+
+def _validation_error(secret: str) -> NoReturn:
+    Card.model_validate({"number": secret, "owner": [secret]})
+    raise AssertionError("that was valid")
+
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "terminal": lambda: TerminalHandlerError("never again"),
+    "integrity": lambda: psycopg.errors.UniqueViolation("duplicate key"),
+    "connection": lambda: ConnectionError("gone"),
+    "value": lambda: ValueError("not now"),
+    "operational": lambda: psycopg.OperationalError("the handler's own database is gone"),
+    "exit": lambda: SystemExit(3),
+    "interrupt": lambda: KeyboardInterrupt(),  # noqa: PLW0108  all of them are made the same way
+    "cancelled": lambda: asyncio.CancelledError(),  # noqa: PLW0108
+    "group of terminals": lambda: _group(TerminalHandlerError("one"), TerminalHandlerError("two")),
+    "mixed group": lambda: _group(TerminalHandlerError("one"), ValueError("two"), SystemExit(4)),
+    "unprintable": Unprintable,
+    "nul": lambda: RuntimeError("a\0b"),
+    "surrogate": lambda: RuntimeError("a\ud800b"),
+    "huge": lambda: RuntimeError("x" * 1_000_000),
+    "stop": lambda: StopIteration(7),
+    "generator": lambda: GeneratorExit(),  # noqa: PLW0108
+    "recursion": lambda: RecursionError("too deep"),
+    "memory": lambda: MemoryError(),  # noqa: PLW0108
+}
+
+
+def _raise(event: Event[dict[str, Any]]) -> None:
+    secret = event.payload["secret"]  # a local variable, as any handler has
+    if event.attempt <= event.payload["fails"]:
+        if event.payload["error"] == "validation":
+            _validation_error(secret)
+        raise ERRORS[event.payload["error"]]()
+
+
+@handles("raises")
+async def raises(event: Event[dict[str, Any]]) -> None:
+    await asyncio.sleep(0)
+    _raise(event)
+
+
+@handles("raises in a thread")
+def raises_in_a_thread(event: Event[dict[str, Any]]) -> None:
+    _raise(event)
+
+
+@handles("model")
+async def model(event: Event[Card]) -> None:
+    """Most of what comes here is no Card."""
+
+
+@handles("later")
+async def later(event: Event[dict[str, Any]]) -> None:
+    if event.snoozes < event.payload["times"]:
+        raise RetryLater(0.2, max_snoozes=event.payload["limit"])
+
+
+# Those that do not end
+
+
+@handles("hangs", timeout=0.5)
+async def hangs(event: Event[dict[str, Any]]) -> None:
+    await asyncio.sleep(60)
+
+
+@handles("hangs in a thread", timeout=0.5)
+def hangs_in_a_thread(event: Event[dict[str, Any]]) -> None:
+    time.sleep(event.payload["seconds"])
+
+
+@handles("stubborn", timeout=0.5)
+async def stubborn(event: Event[dict[str, Any]]) -> None:
+    until = time.monotonic() + event.payload["seconds"]
+    while time.monotonic() < until:
+        try:
+            await asyncio.sleep(0.1)
+        except asyncio.CancelledError:
+            continue
+
+
+@handles("kills")
+async def kills(event: Event[dict[str, Any]]) -> None:
+    if event.lease_seq <= event.payload["times"]:
+        _end_process(event.payload["how"])
+
+
+@handles("kills in a thread")
+def kills_in_a_thread(event: Event[dict[str, Any]]) -> None:
+    if event.lease_seq <= event.payload["times"]:
+        _end_process(event.payload["how"])
+
+
+def _end_process(how: str) -> None:
+    if how == "exit":
+        os._exit(3)
+    elif how == "segfault":
+        ctypes.string_at(0)
+    os.kill(os.getpid(), signal.SIGKILL)

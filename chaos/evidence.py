@@ -1,0 +1,213 @@
+"""What is left of a run: journals and tables as values, read from the directory that the rig wrote them to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from chaos import journal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class Wish(NamedTuple):
+    """One event that a producer wanted, by its mark, and what became of that as far as the producer knows."""
+
+    mark: str
+    topic: str
+    bad: bool
+    key: str | None
+    intended: float
+    acked: float | None = None
+    events: frozenset[str] = frozenset()
+    """Ids that were returned; more than one is wrong."""
+    never: bool = False
+
+
+class Run(NamedTuple):
+    """One execution of a handler. `ended` is None when it was never seen to end."""
+
+    event: str
+    lease_seq: int
+    worker: str
+    pid: int
+    started: float
+    ended: float | None
+    outcome: str | None
+    """ok, transient, terminal, later: what the specification says must come of it."""
+
+
+class Step(NamedTuple):
+    """One change of a row, as the trigger saw it. `at` is on the clock of the journals."""
+
+    id: int
+    at: float
+    who: str
+    transaction: int
+    event_id: str
+    old_status: str | None
+    status: str | None
+    token: str | None = None
+    attempts: int = 0
+    max_attempts: int | None = None
+    lapses: int = 0
+    snoozes: int = 0
+    lease_seq: int = 0
+    lease_until: float | None = None
+    locked_by: str | None = None
+    alone: bool = False
+    generation: int = 0
+    history: int = 0
+    request: str | None = None
+    rule: str | None = None
+    verdict: str | None = None
+    alert_id: str | None = None
+    alerted: bool = False
+    topic: str | None = None
+    seq: int | None = None
+    ordering_key: str | None = None
+    holds_key: bool | None = None
+    idempotency_key: str | None = None
+    mark: str | None = None
+    budget: int | None = None
+
+
+class Alert(NamedTuple):
+    """One alert as it came to Sentry, and what was answered."""
+
+    at: float
+    alert: str
+    event: str
+    status: int
+
+
+class Act(NamedTuple):
+    """What an operator wanted, and what he was told: done, refused, unknown or nothing."""
+
+    at: float
+    verb: str
+    events: tuple[str, ...]
+    request: str
+    result: str | None
+
+
+class Fault(NamedTuple):
+    """Something that the rig did."""
+
+    at: float
+    kind: str
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Everything that the checker may look at."""
+
+    wishes: list[Wish] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    alerts: list[Alert] = field(default_factory=list)
+    acts: list[Act] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    rows: dict[str, str] = field(default_factory=dict)
+    """The outbox at the end: event and status."""
+    effects: list[tuple[str, str]] = field(default_factory=list)
+    """Event and kind, as often as it happened."""
+    business: frozenset[str] = frozenset()
+    """Events that the application's own data know of."""
+    canaries: list[str] = field(default_factory=list)
+    """Places where a secret was found that should hold none."""
+    drained_in: float | None = 0.0
+    """Seconds from the end of the faults until nothing was left to do; None: never."""
+
+
+def load(directory: Path) -> Evidence:
+    """Reads what a run has left."""
+    facts = json.loads((directory / "facts.json").read_text())
+    tables = directory / "tables"
+    return Evidence(
+        wishes=list(_wishes(directory)),
+        runs=list(_runs(directory)),
+        steps=[_step(row, facts["clock"]) for row in journal.read(tables / "transition.jsonl")],
+        alerts=[
+            Alert(line["t"], _uuid(line["alert"]), line["event"], line["status"])
+            for line in journal.read(directory / "sentry.jsonl")
+        ],
+        acts=list(_acts(directory)),
+        faults=[
+            Fault(line.pop("t"), line.pop("what"), line) for line in journal.read(directory / "rig.jsonl")
+        ],
+        rows={row["event_id"]: row["status"] for row in journal.read(tables / "outbox.jsonl")},
+        effects=[(row["event_id"], row["kind"]) for row in journal.read(tables / "effect.jsonl")],
+        business=frozenset(row["event_id"] for row in journal.read(tables / "business.jsonl")),
+        canaries=facts["canaries"],
+        drained_in=facts["drained_in"],
+    )
+
+
+def _wishes(directory: Path) -> Iterator[Wish]:
+    for path in sorted(directory.glob("producer-*.jsonl")):
+        wishes: dict[str, Wish] = {}
+        for line in journal.read(path):
+            match line["what"]:
+                case "intent":
+                    for wish in line["wishes"]:
+                        wishes[wish["mark"]] = Wish(
+                            wish["mark"], wish["topic"], wish["bad"], wish["key"], line["t"]
+                        )
+                case "acked":
+                    for mark, event in zip(line["marks"], line["events"], strict=True):
+                        known = wishes[mark]
+                        wishes[mark] = known._replace(
+                            acked=known.acked or line["t"], events=known.events | {event}
+                        )
+                case "never":
+                    for mark in line["marks"]:
+                        wishes[mark] = wishes[mark]._replace(never=True)
+        yield from wishes.values()
+
+
+def _runs(directory: Path) -> Iterator[Run]:
+    for path in sorted(directory.glob("handlers-*.jsonl")):
+        open_runs: dict[tuple[str, int], Run] = {}
+        for line in journal.read(path):
+            if line["what"] == "start":
+                run = Run(
+                    line["event"], line["lease_seq"], line["worker"], line["pid"], line["t"], None, None
+                )
+                if twice := open_runs.pop((run.event, run.lease_seq), None):
+                    yield twice
+                open_runs[run.event, run.lease_seq] = run
+            elif line["what"] == "end":
+                run = open_runs.pop((line["event"], line["lease_seq"]))
+                yield run._replace(ended=line["t"], outcome=line["outcome"])
+        yield from open_runs.values()
+
+
+def _acts(directory: Path) -> Iterator[Act]:
+    for path in sorted(directory.glob("operator-*.jsonl")):
+        acts: dict[str, Act] = {}
+        for line in journal.read(path):
+            if line["what"] == "act":
+                acts[line["request"]] = Act(
+                    line["t"], line["verb"], tuple(line["events"]), line["request"], None
+                )
+            elif line["what"] == "result":
+                acts[line["request"]] = acts[line["request"]]._replace(result=line["result"])
+        yield from acts.values()
+
+
+def _step(row: dict[str, Any], clock: float) -> Step:
+    """A line of the table; times of the database's clock minus *clock* are those of the journals."""
+    row["at"] -= clock
+    if row.get("lease_until") is not None:
+        row["lease_until"] -= clock
+    return Step(**row)
+
+
+def _uuid(text: str) -> str:
+    """As PostgreSQL writes it; Sentry leaves the hyphens out."""
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"

@@ -1,0 +1,251 @@
+"""The injector: does the planned faults to a rig, and undoes them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import psycopg
+
+from chaos import points
+from pulse_outbox.embedded import EmbeddedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from chaos.faults import Planned
+    from chaos.processes import Process
+    from chaos.rig import Rig
+
+
+class Injector:
+    """One method for each kind of fault: `begin` calls it, and later what it returned."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self.counts: Counter[str] = Counter()
+        self._undo: dict[int, Callable[[], None]] = {}
+        self._database_busy = False
+
+    def in_words(self) -> str:
+        """What has been done until now."""
+        return f"{sum(self.counts.values())} faults, {self._rig.cluster.primary.pid and 'database up'}"
+
+    def begin(self, fault: Planned) -> None:
+        """Does it now, and plans its end."""
+        method = getattr(self, f"_{fault.kind.replace('-', '_')}")
+        undo: Callable[[], None] | str | None = method(fault)
+        if isinstance(undo, str):
+            self._rig.skipped[fault.kind] = undo
+            return
+        self.counts[fault.kind] += 1
+        if undo is not None:
+            number = id(fault)
+            self._undo[number] = undo
+            self._rig.later(time.monotonic() + fault.seconds, lambda: self._end(number))
+
+    def _end(self, number: int) -> None:
+        if (undo := self._undo.pop(number, None)) is not None:
+            undo()
+
+    def heal(self) -> None:
+        """Everything that has been begun ends."""
+        for number in list(self._undo):
+            self._end(number)
+
+    def _note(self, kind: str, **values: object) -> None:
+        self._rig.journal.write(kind, **values)
+
+    # Processes
+
+    def _victim(self, group: Sequence[Process | None], choice: float) -> Process | None:
+        living = [process for process in group if process is not None and not process.stopped]
+        return living[int(choice * len(living))] if living else None
+
+    def _kill(self, group: Sequence[Process | None], fault: Planned) -> None:
+        if (process := self._victim(group, fault.choice)) is not None:
+            process.signal(signal.SIGKILL)
+            self._note("kill", who=process.name, pid=process.pid)
+
+    def _stop(self, group: Sequence[Process | None], fault: Planned) -> Callable[[], None] | None:
+        if (process := self._victim(group, fault.choice)) is None:
+            return None
+        process.stopped = True
+        process.signal(signal.SIGSTOP)
+        self._note("stop", who=process.name, pid=process.pid, seconds=fault.seconds)
+
+        def go_on() -> None:
+            process.stopped = False
+            process.signal(signal.SIGCONT)
+
+        return go_on
+
+    def _order(self, group: Sequence[Process | None], names: Sequence[str], fault: Planned) -> None:
+        """At a named point, one of the next times that the process comes there."""
+        if (process := self._victim(group, fault.choice)) is None:
+            return
+        number = int(fault.choice * 1e6)
+        point = names[number % len(names)]
+        action = "STOP" if number // 100 % 3 == 0 else "KILL"
+        (self._rig.directory / f"orders-{process.name}").write_text(
+            f"{point}:{1 + number // 1000 % 3}:{action}"
+        )
+        process.signal(signal.SIGUSR1)
+
+    def _kill_dispatcher(self, fault: Planned) -> None:
+        self._kill(self._rig.dispatchers, fault)
+
+    def _stop_dispatcher(self, fault: Planned) -> Callable[[], None] | None:
+        return self._stop(self._rig.dispatchers, fault)
+
+    def _order_dispatcher(self, fault: Planned) -> None:
+        self._order(self._rig.dispatchers, points.DISPATCHER_POINTS, fault)
+
+    def _kill_child(self, fault: Planned) -> None:
+        for child in self._one_child(fault):
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+                self._note("kill-child", pid=child)
+
+    def _stop_child(self, fault: Planned) -> Callable[[], None]:
+        stopped = self._one_child(fault)
+
+        def send(number: signal.Signals) -> None:
+            for child in stopped:
+                with suppress(ProcessLookupError):
+                    os.kill(child, number)
+
+        send(signal.SIGSTOP)
+        return lambda: send(signal.SIGCONT)
+
+    def _one_child(self, fault: Planned) -> list[int]:
+        children = [child for process in self._rig.dispatchers if process for child in process.children()]
+        return [children[int(fault.choice * len(children))]] if children else []
+
+    def _deploy(self, fault: Planned) -> None:
+        """A dispatcher is told to end and comes back, the first of them with the other generation of the code."""
+        if (process := self._victim(self._rig.dispatchers, fault.choice)) is not None:
+            if process is self._rig.dispatchers[0]:
+                [old] = self._rig.generations[0]
+                self._rig.generations[0] = (3 - old,)
+            process.signal(signal.SIGTERM)
+            self._note("deploy", who=process.name)
+
+    def _kill_producer(self, fault: Planned) -> None:
+        self._kill(self._rig.producers, fault)
+
+    def _stop_producer(self, fault: Planned) -> Callable[[], None] | None:
+        return self._stop(self._rig.producers, fault)
+
+    def _order_producer(self, fault: Planned) -> None:
+        self._order(self._rig.producers, points.PRODUCER_POINTS, fault)
+
+    def _kill_operator(self, fault: Planned) -> None:
+        self._kill(self._rig.operators, fault)
+
+    def _order_operator(self, fault: Planned) -> None:
+        self._order(self._rig.operators, points.OPERATOR_POINTS, fault)
+
+    # The database
+
+    def _terminate(self, fault: Planned) -> None:
+        with suppress(psycopg.Error), self._rig.cluster.connect() as conn:
+            conn.execute(
+                "select pg_terminate_backend(pid) from pg_stat_activity"
+                " where usename like 'chaos%%' and random() < %s",
+                (0.1 + 0.9 * fault.choice,),
+            )
+
+    def _restart(self, fault: Planned) -> None:
+        self._rig.cluster.restart()
+        self._note("database", how="immediate stop")
+
+    def _crash(self, fault: Planned) -> None:
+        self._rig.cluster.crash()
+        self._note("database", how="all processes killed")
+
+    def _kill_postmaster(self, fault: Planned) -> None:
+        self._rig.cluster.kill_postmaster()
+        self._note("database", how="postmaster killed")
+
+    def _freeze(self, fault: Planned) -> Callable[[], None]:
+        self._rig.cluster.freeze()
+        return self._rig.cluster.thaw
+
+    def _exhaust(self, fault: Planned) -> None:
+        self._rig.start_intruder("exhaust", fault.seconds)
+
+    def _full_disk(self, fault: Planned) -> Callable[[], None] | str:
+        if self._rig.cluster.small_disk is None:
+            return "mounting a small file system is not permitted here"
+        self._rig.cluster.fill_disk()
+        return self._rig.cluster.free_disk
+
+    def _failover(self, fault: Planned) -> Callable[[], None] | str:
+        """A standby is added now; at the end of the fault the primary goes and the standby takes over."""
+        cluster = self._rig.cluster
+        try:
+            cluster.add_standby()
+        except EmbeddedError as error:
+            return str(error)
+
+        def fail_over() -> None:
+            assert cluster.standby is not None
+            # Clients come to the standby before it is promoted: they are told that it is read-only.
+            self._rig.proxy.say(upstream=f"{cluster.standby.socket_directory}/.s.PGSQL.5432")
+            time.sleep(0.3 * fault.choice)
+            cluster.promote()
+            self._note("failover")
+
+        return fail_over
+
+    # The network
+
+    def _lose(self, fault: Planned) -> Callable[[], None]:
+        self._rig.proxy.say(lose=0.02 + 0.1 * fault.choice)
+        return lambda: self._rig.proxy.say(lose=0)
+
+    def _reset(self, fault: Planned) -> None:
+        self._rig.proxy.say(reset=0.2 + 0.8 * fault.choice)
+
+    def _delay(self, fault: Planned) -> Callable[[], None]:
+        self._rig.proxy.say(delay=0.3 * fault.choice)
+        return lambda: self._rig.proxy.say(delay=0)
+
+    def _forget(self, fault: Planned) -> Callable[[], None]:
+        self._rig.proxy.say(forget=0.3 + 0.7 * fault.choice)
+        return lambda: self._rig.proxy.say(forget=0)
+
+    def _refuse(self, fault: Planned) -> Callable[[], None]:
+        self._rig.proxy.say(refuse=True, reset=1)
+        return lambda: self._rig.proxy.say(refuse=False)
+
+    # Sentry
+
+    def _sentry_busy(self, fault: Planned) -> Callable[[], None]:
+        self._rig.sentry.say(status=429)
+        return lambda: self._rig.sentry.say(status=200)
+
+    def _sentry_broken(self, fault: Planned) -> Callable[[], None]:
+        self._rig.sentry.say(status=503)
+        return lambda: self._rig.sentry.say(status=200)
+
+    def _sentry_slow(self, fault: Planned) -> Callable[[], None]:
+        self._rig.sentry.say(slow=4 * fault.choice)
+        return lambda: self._rig.sentry.say(slow=0)
+
+    def _sentry_down(self, fault: Planned) -> Callable[[], None]:
+        self._rig.sentry.say(down=True)
+        return lambda: self._rig.sentry.say(down=False)
+
+    # Sessions of others
+
+    def _lock_rows(self, fault: Planned) -> None:
+        self._rig.start_intruder("lock", fault.seconds)
+
+    def _hold_xmin(self, fault: Planned) -> None:
+        self._rig.start_intruder("hold", fault.seconds)

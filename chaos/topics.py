@@ -1,0 +1,44 @@
+"""The topics of the rig's application: what producers, handlers and the checker have to agree on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Topic(NamedTuple):
+    """How often it comes (of about 1150), and what the specification says about its jobs."""
+
+    weight: int
+    max_attempts: int = 5
+    timed: bool = False
+    """Has a timeout, so that a run may count as failed whatever it does afterwards."""
+    transactional: bool = False
+    deleted: bool = False
+    """Rows are deleted instead of kept as COMPLETED."""
+
+
+TOPICS = {
+    "fast": Topic(300),
+    "deleted": Topic(60, deleted=True),
+    "slow": Topic(100),
+    "thread": Topic(60),
+    "blocks": Topic(3),
+    "ordered": Topic(200, max_attempts=3),
+    "once": Topic(60, max_attempts=1),
+    "generations": Topic(60, max_attempts=2),
+    "transactional": Topic(60, transactional=True),
+    "transactional.sync": Topic(40, transactional=True),
+    "effect": Topic(50),
+    "raises": Topic(60, max_attempts=3),
+    "raises in a thread": Topic(30, max_attempts=3),
+    "model": Topic(20),
+    "later": Topic(30),
+    "hangs": Topic(6, max_attempts=2, timed=True),
+    "hangs in a thread": Topic(4, max_attempts=2, timed=True),
+    "stubborn": Topic(4, max_attempts=2, timed=True),
+    "kills": Topic(3, max_attempts=2),
+    "kills in a thread": Topic(2, max_attempts=2),
+}
+
+CANARY = "kAnArI"
+"""Begins every secret of a payload. It must be found nowhere else."""
