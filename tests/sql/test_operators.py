@@ -279,6 +279,7 @@ def test_what_dead_workers_hold_is_freed_at_once(outbox):
     assert outbox.statuses(*ids) == ["RETRYING", "PENDING", "PENDING", "RUNNING"]
     assert [outbox.row(event_id)["attempts"] for event_id in ids] == [1, 0, 0, 1]
     assert [outbox.row(event_id)["lapses"] for event_id in ids] == [0, 0, 0, 0]
+    assert [outbox.row(event_id)["claim_token"] for event_id in ids[:3]] == [None] * 3
     assert [outbox.complete(claim) for claim in claims[:3]] == [{event_id: "lost"} for event_id in ids[:3]]
     assert outbox.complete(claims[3]) == {}
     assert outbox.scalar("outbox_free", "ada") == 0
