@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import pty
 import subprocess
 import sys
+import termios
 import uuid
 from collections import Counter
+from collections.abc import Callable
 
 import psycopg
 import pytest
@@ -475,7 +478,9 @@ async def test_error_that_comes_back_stops_its_kind(calls, dsn, operator_dsn):
 # On a terminal
 
 
-def on_a_terminal(operator_dsn: str, answer: str, *arguments: str) -> tuple[int, str]:
+def on_a_terminal(
+    operator_dsn: str, answer: str, *arguments: str, ctrl_c_when: Callable[[], object] | None = None
+) -> tuple[int, str]:
     """The command with a terminal for its questions; its exit code and what it wrote to standard output."""
     master, slave = pty.openpty()
     try:
@@ -483,13 +488,38 @@ def on_a_terminal(operator_dsn: str, answer: str, *arguments: str) -> tuple[int,
             [sys.executable, "-m", "pulse_outbox.cli", *arguments],
             stdin=slave, stderr=slave, stdout=subprocess.PIPE, text=True,
             env={**os.environ, "PULSE_OUTBOX_DSN": operator_dsn},
+            # Its controlling terminal, which makes a signal of Ctrl-C.
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509  one system call, no lock
         )  # fmt: skip
         os.write(master, answer.encode())
+        if ctrl_c_when is not None:
+            wait_until(ctrl_c_when)
+            os.write(master, b"\x03")
         out, _ = process.communicate(timeout=30)
         return process.returncode, out
     finally:
         os.close(slave)
         os.close(master)
+
+
+def test_ctrl_c_says_how_far_it_came(calls, operator_dsn):
+    """And the same command goes on from there."""
+    bury(calls, "mail", "Boom", 300)
+    replay = ["dead", "replay", "--all", "--same-generation", "--no-canary", "--rate"]
+
+    code, out = on_a_terminal(
+        operator_dsn, "y\n", *replay, "50", ctrl_c_when=lambda: statuses(calls)["PENDING"] > 5
+    )
+    left = statuses(calls)["DEAD_LETTERED"]
+    assert code == 130
+    assert 0 < left < 295
+    assert "interrupted: not finished" in out
+    assert f"{300 - left} replayed, {left} left dead; the same command goes on with them" in out
+
+    code, out = on_a_terminal(operator_dsn, "y\n", *replay, "10000")
+    assert (code, statuses(calls)) == (0, {"PENDING": 300})
+    assert f"{left} replayed, 0 left dead" in out
 
 
 @pytest.mark.parametrize(("answer", "code", "left"), [("y\n", 0, 0), ("n\n", 1, 3), ("\n", 1, 3)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pulse_outbox import Event, Outbox
+import asyncio
+
+from pulse_outbox import Event, NewEvent, Outbox
 from tests.cli.conftest import HOSTILE
 from tests.support.dispatching import Table, dispatching
 
@@ -84,4 +86,33 @@ async def test_running_dispatcher_obeys(command, dsn):
         command("resume", "mail")
         await table.until_status(second, "COMPLETED")
     assert (await table.row(third)).status == "DISCARDED"
+    await table.close()
+
+
+async def test_nobody_claims_after_the_commit(command, dsn):
+    """Two busy dispatchers, from the moment at which the command has ended; another topic goes on as before."""
+    outbox, table = Outbox(), Table(dsn)
+
+    @outbox.handler("mail")
+    async def mail(event: Event) -> None:
+        await asyncio.sleep(0.02)
+
+    @outbox.handler("fax")
+    async def fax(event: Event) -> None:
+        pass
+
+    await table.enqueue_many(outbox, [NewEvent("mail", {}) for _ in range(2000)])
+    quick = {"concurrency": 5}
+    async with dispatching(outbox, dsn, worker="a", **quick), dispatching(outbox, dsn, worker="b", **quick):
+        for worker in "ab":
+            await table.until(f"exists (select from pulse.outbox r where r.locked_by = '{worker}')", 2000)
+        await asyncio.to_thread(command, "pause", "mail", "--reason", "why")
+        [(paused_at,)] = await table.execute("select clock_timestamp()")
+        await table.until("status = 'RUNNING'", 0)
+        for _ in range(10):
+            await table.until_status(await table.enqueue(outbox, "fax"), "COMPLETED")
+
+        assert await table.count("topic = 'mail' and claimed_at > %s", paused_at) == 0
+        assert await table.count("topic = 'mail' and status in ('PENDING', 'RETRYING')") > 0
+        assert await table.count("topic = 'fax' and claimed_at > %s", paused_at) == 10, "the control"
     await table.close()
