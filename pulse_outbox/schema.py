@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import resources
@@ -62,6 +62,15 @@ class Migration:
     def checksum(self) -> str:
         """Of the file as shipped, so that it is the same whatever the schema is called."""
         return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @property
+    def transactional(self) -> bool:
+        """False for a file with the line `-- transaction: none`, such as one that creates an index concurrently.
+
+        Its statements commit one by one; each ends with a semicolon at a line's end, none holds a dollar-quoted body.
+        It must be safe to repeat, since a failure leaves what came before it, and must record itself last.
+        """
+        return re.search(r"^-- transaction: none$", self.text, re.MULTILINE) is None
 
 
 def find_migrations(folder: Traversable | None = None) -> tuple[Migration, ...]:
@@ -304,9 +313,10 @@ def migrate(
 ) -> list[Migration]:
     """Bring the schema to *target*, by default to this release's newest, and return what was applied.
 
-    Each file is one transaction. Any number of processes may do this at once: one works, the others wait
-    and find nothing to do. *lock_timeout* (seconds) bounds each wait for a table lock, because everyone
-    else queues behind a migration that queues. Needs a direct connection, not one through PgBouncer.
+    Each file is one transaction, unless it says otherwise. Any number of processes may do this at once:
+    one works, the others wait and find nothing to do. *lock_timeout* (seconds) bounds each wait for a
+    table lock, because everyone else queues behind a migration that queues. Needs a direct connection, not
+    one through PgBouncer.
     """
     check_schema_name(schema)
     shipped = find_migrations() if migrations is None else migrations
@@ -379,19 +389,52 @@ def _apply(conn: Connection, migration: Migration, schema: str, patience: float,
 
 
 def _apply_once(conn: Connection, migration: Migration, schema: str, patience: float) -> None:
+    if not migration.transactional:
+        _apply_statements(conn, migration, schema)
+        return
     with conn.transaction():
         conn.execute(_settings(patience).encode())
         conn.execute(render(migration, schema).encode(conn.info.encoding))
-        recorded = conn.execute(
-            query.SQL("update {}.migration set checksum = %s where version = %s and name = %s").format(
-                query.Identifier(schema)
-            ),
-            (migration.checksum, migration.version, migration.name),
-        )
-        if recorded.rowcount != 1:
-            raise SchemaError(
-                f"{migration.label} does not record itself in {schema}.migration: add the insert"
-            )
+        _record(conn, migration, schema)
+
+
+def _apply_statements(conn: Connection, migration: Migration, schema: str) -> None:
+    """Run a file that may not be one transaction, each statement by itself, on a connection in autocommit."""
+    names = ("lock_timeout", "statement_timeout", "search_path")
+    before = [_one(conn, "select current_setting(%s)", name)[0] for name in names]
+    # No limit on waiting: what is done concurrently waits for old transactions, and nobody queues behind it.
+    wanted = ("0", "0", "pg_catalog, pg_temp")
+    try:
+        _set(conn, zip(names, wanted, strict=True))
+        for text in _statements(migration, schema):
+            conn.execute(text.encode(conn.info.encoding))
+        _record(conn, migration, schema)
+    finally:
+        if not conn.broken and not conn.closed:
+            _set(conn, zip(names, before, strict=True))
+
+
+def _set(conn: Connection, settings: Iterable[tuple[str, str]]) -> None:
+    for name, value in settings:
+        conn.execute("select set_config(%s, %s, false)", (name, value))
+
+
+def _statements(migration: Migration, schema: str) -> list[str]:
+    text = render(migration, schema)
+    if "$$" in text:
+        raise SchemaError(f"{migration.label} has no transaction: a function belongs into a file of its own")
+    return [part for part in re.split(r"(?<=;)[ \t]*$", text, flags=re.MULTILINE) if part.strip()]
+
+
+def _record(conn: Connection, migration: Migration, schema: str) -> None:
+    recorded = conn.execute(
+        query.SQL("update {}.migration set checksum = %s where version = %s and name = %s").format(
+            query.Identifier(schema)
+        ),
+        (migration.checksum, migration.version, migration.name),
+    )
+    if recorded.rowcount != 1:
+        raise SchemaError(f"{migration.label} does not record itself in {schema}.migration: add the insert")
 
 
 def _lost_a_race(error: psycopg.Error) -> bool:
@@ -409,7 +452,7 @@ def _lost_a_race(error: psycopg.Error) -> bool:
 
 def _failure(conn: Connection, migration: Migration, schema: str, error: psycopg.Error) -> SchemaError:
     line = ""
-    if position := error.diag.statement_position:
+    if (position := error.diag.statement_position) and migration.transactional:
         number = render(migration, schema).count("\n", 0, int(position) - 1) + 1
         line = f" at line {number}"
     remedy = ""
@@ -419,7 +462,8 @@ def _failure(conn: Connection, migration: Migration, schema: str, error: psycopg
             f"`grant create on database {conn.info.dbname} to {conn.info.user}`"
         )
     reason = error.diag.message_primary or type(error).__name__
-    return SchemaError(f"{migration.label} failed{line}, nothing of it was applied: {reason}{remedy}")
+    left = "nothing of it was applied" if migration.transactional else "migrate again begins it anew"
+    return SchemaError(f"{migration.label} failed{line}, {left}: {reason}{remedy}")
 
 
 def _fill_checksums(conn: Connection, schema: str, shipped: Sequence[Migration]) -> None:
@@ -675,18 +719,32 @@ def sql(
     check_schema_name(schema)
     shipped = find_migrations() if migrations is None else migrations
     last = len(shipped) if last is None else last
-    begin = f"begin;\n{_settings(_seconds(lock_timeout))}" if transactions else ""
-    commit = "commit;\n" if transactions else ""
+    patience = _seconds(lock_timeout)
     chosen = [migration for migration in shipped if first <= migration.version <= last]
     if not chosen or last > len(shipped):
         raise SettingsError(
             f"there is no migration {first} to {last}: this release ships 1 to {len(shipped)}"
         )
-    return "\n".join(_printed(migration, schema, begin, commit) for migration in chosen)
+    if not transactions and (alone := next((file for file in chosen if not file.transactional), None)):
+        raise SettingsError(
+            f"{alone.label} can't run inside a transaction: apply it with `pulse-outbox migrate`"
+        )
+    return "\n".join(_printed(migration, schema, patience if transactions else None) for migration in chosen)
 
 
-def _printed(migration: Migration, schema: str, begin: str, commit: str) -> str:
+def _printed(migration: Migration, schema: str, patience: float | None) -> str:
     version, table = migration.version, f'"{schema}".migration'
+    lock = f"perform pg_advisory_xact_lock({_lock_key(schema)})"
+    begin = commit = ""
+    if not migration.transactional:
+        # Not waiting, which would hold a snapshot that the other migration may wait for in its turn.
+        begin = "\\set ON_ERROR_STOP on\n"
+        lock = f"""if not pg_try_advisory_lock({_lock_key(schema)}) then
+    raise exception 'another migration of schema {schema} is under way: try again later';
+  end if"""
+        commit = f"select pg_advisory_unlock({_lock_key(schema)});\n"
+    elif patience is not None:
+        begin, commit = f"begin;\n{_settings(patience)}", "commit;\n"
     if version == 1:
         out_of_turn = f"to_regclass('{table}') is not null"
     else:
@@ -696,7 +754,7 @@ def _printed(migration: Migration, schema: str, begin: str, commit: str) -> str:
 -- {migration.label} for schema {schema}, printed by pulse-outbox {__version__}
 {begin}do $turn$
 begin
-  perform pg_advisory_xact_lock({_lock_key(schema)});  -- one migration at a time, by whatever tool
+  {lock};  -- one migration at a time, by whatever tool
   if {out_of_turn} then
     raise exception 'schema {schema} is not at {version - 1}: {migration.label} is not the next migration';
   end if;
@@ -730,6 +788,10 @@ def statement(
     tag = "$migration$"
     if tag in text:
         raise SchemaError(f"{migration.label} holds {tag}, which stands around it: use another tag in it")
+    apply = f"execute {tag}\n{text}\n{tag}"
+    if not migration.transactional:
+        command = f"pulse-outbox migrate --to {version}"
+        apply = f"raise exception '{migration.label} can''t run inside a transaction: run `{command}` before this'"
     return f"""\
 -- {migration.label} for schema {schema}, by pulse-outbox {__version__}
 do $pulse_outbox$
@@ -751,9 +813,7 @@ begin
       raise exception 'schema {schema} is at %: {migration.label} is not the next migration', coalesce(v_installed, 0);
     end if;
     perform set_config('lock_timeout', '{max(1, round(_seconds(lock_timeout) * 1000))}', true);
-    execute {tag}
-{text}
-{tag};
+    {apply};
     update {table} set checksum = '{migration.checksum}' where version = {version};
     perform set_config('lock_timeout', v_lock_timeout, true);
   end if;
