@@ -11,6 +11,7 @@
 --               pause            topics that nobody may claim now
 --               dispatcher       who is alive, what it serves, whether it sleeps
 --               sweep            when the watchdog last looked, and until when it holds off
+--               claim_try        claims that had to be sent again
 --
 --   producers   uuid7, outbox_enqueue, outbox_wake
 --   dispatchers outbox_lanes     which lanes have work, and from when on
@@ -222,6 +223,16 @@ create table pulse.sweep (
 );
 comment on table pulse.sweep is
   'Sweeps of the watchdog, newest last; a handful of rows. Appended to, never locked, so that one stuck sweeper cannot stop the others.';
+
+-- Unlogged: a crash or a failover ends the sessions in which an earlier try could still be waiting.
+create unlogged table pulse.claim_try (
+  token    uuid        not null,
+  tries    integer     not null,
+  tried_at timestamptz not null,
+  constraint claim_try_pkey primary key (token)
+);
+comment on table pulse.claim_try is
+  'Claims that were sent again because their answer was lost, so that an earlier try which comes late takes nothing. Kept for a day.';
 
 ------------------------------------------------------------------------------------------------------------------------
 -- Producers
@@ -778,6 +789,8 @@ $$;
 --             where it was skips what vacuum could not remove yet. Null: all lanes there are, fair between topics;
 --             with p_lapses only those of events whose lease has lapsed so often.
 -- p_fresh     the caller is certain that this token was never sent before; saves the look for its rows.
+-- p_try       which try of this call it is, from 1 on. One that a stalled server or network lets through after a later one
+--             takes nothing: nobody waits for its answer, so nobody would run what it took.
 -- p_alone     the caller will run these with nothing beside them (what lapsed twice is always run so).
 create function pulse.outbox_claim(
   p_token       uuid,
@@ -792,6 +805,7 @@ create function pulse.outbox_claim(
   p_lapses      smallint    default null,
   p_fresh       boolean     default false,
   p_alone       boolean     default false,
+  p_try         integer     default null,
   p_now         timestamptz default null
 ) returns table (
   event_id uuid, seq bigint, topic text, payload text, headers text, source text, target text, idempotency_key text,
@@ -820,6 +834,7 @@ declare
   v_before integer;
   v_slots  integer := coalesce(p_slots, p_limit);
   v_rows   tid[];
+  v_tries  integer;
 begin
   if p_token is null or coalesce(p_worker, '') = '' or p_topics is null or p_limit is null or p_lease is null then
     raise exception 'token, worker, topics, limit and lease are needed to claim' using errcode = 'PO003';
@@ -828,6 +843,22 @@ begin
   -- A repeated call waits here until the first has committed, and then sees what it took.
   perform pg_advisory_xact_lock(hashtextextended(p_token::text, 0));
   v_now := coalesce(p_now, clock_timestamp());
+
+  if p_try > 1 then
+    insert into pulse.claim_try as t (token, tries, tried_at)
+    values (p_token, p_try, v_now)
+    on conflict (token) do update
+       set tries = greatest(t.tries, excluded.tries)
+    returning t.tries into v_tries;
+    delete from pulse.claim_try t
+     where t.ctid = any (array(
+             select old.ctid from pulse.claim_try old where old.tried_at < v_now - interval '1 day' limit 100 for update skip locked));
+  elsif p_try is not null then
+    select t.tries into v_tries from pulse.claim_try t where t.token = p_token;
+  end if;
+  if v_tries > p_try then
+    return;
+  end if;
 
   if not p_fresh and exists (select 1 from pulse.outbox o where o.status = 'RUNNING' and o.claim_token = p_token) then
     return query
@@ -2182,7 +2213,7 @@ begin
       pulse.outbox_wake(text[]),
       pulse.outbox_enqueue(text, jsonb, text, text, jsonb, smallint, timestamptz, integer, bigint, text, text, uuid, text, timestamptz),
       pulse.outbox_lanes(text[], bigint[], timestamptz),
-      pulse.outbox_claim(uuid, text, text[], integer, interval, integer[], bigint[], integer, jsonb, smallint, boolean, boolean, timestamptz),
+      pulse.outbox_claim(uuid, text, text[], integer, interval, integer[], bigint[], integer, jsonb, smallint, boolean, boolean, integer, timestamptz),
       pulse.outbox_heartbeat(uuid[], uuid[], interval, timestamptz),
       pulse.outbox_complete(uuid[], uuid[], boolean, timestamptz),
       pulse.outbox_fail(uuid[], uuid[], text[], jsonb[], interval[], boolean[], timestamptz),
@@ -2292,6 +2323,10 @@ comment on column pulse.dispatcher.rates is 'Completed per second lately, by top
 
 comment on column pulse.sweep.swept_at is 'When the watchdog looked.';
 comment on column pulse.sweep.hold_until is 'Until when nothing is reaped, so that the living can report first.';
+
+comment on column pulse.claim_try.token is 'The token of the claim.';
+comment on column pulse.claim_try.tries is 'The latest try that has arrived.';
+comment on column pulse.claim_try.tried_at is 'When the second try arrived.';
 
 comment on column pulse.topic_status.topic is 'With unfinished work, a pause, or a living dispatcher that serves it.';
 comment on column pulse.topic_status.due is 'Could run now.';

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
     from pulse_outbox.link import Link, Rows
 
+TRIES_REMEMBERED = 100
+"""Far more than one store has claims without an answer."""
+
 Answer = Literal["RETRYING", "DEAD_LETTERED", "locked", "lost"]
 """locked: somebody else holds the row, try again. lost: the claim is over. Silence: settled as wanted."""
 
@@ -124,6 +127,8 @@ class Store:
         self._storage = retries.storage.retrying()
         self._dequeue = retries.dequeue.retrying()
         self._queries: dict[str, bytes] = {}
+        self._tries: dict[UUID, int] = {}
+        """How often each of the latest claims was sent, by its token."""
 
     async def close(self) -> None:
         """Ends the connection."""
@@ -183,6 +188,7 @@ class Store:
         async def once() -> Rows:
             nonlocal fresh
             first, fresh = fresh, False  # whatever becomes of this try, the next one can't be certain
+            number = self._count_try(token)
             return await self._rows(
                 "outbox_claim",
                 p_token=token,
@@ -197,6 +203,7 @@ class Store:
                 p_lapses=lapses,
                 p_fresh=first,
                 p_alone=alone,
+                p_try=number,
                 p_now=now,
             )
 
@@ -411,6 +418,13 @@ class Store:
 
     # Inside
 
+    def _count_try(self, token: UUID) -> int:
+        number = self._tries.pop(token, 0) + 1
+        while len(self._tries) >= TRIES_REMEMBERED:
+            del self._tries[next(iter(self._tries))]
+        self._tries[token] = number
+        return number
+
     async def _settle(self, function: str, held: Sequence[Held], **arguments: object) -> dict[UUID, Answer]:
         if not held:
             return {}
@@ -487,6 +501,7 @@ _TYPES = {
     "p_limit": "integer",
     "p_lapses": "smallint",
     "p_slots": "integer",
+    "p_try": "integer",
     "p_pages": "integer",
     "p_pid": "integer",
     "p_in_flight": "integer",

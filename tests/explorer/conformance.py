@@ -159,10 +159,27 @@ class Comparison:
         """Makes it; ids that the database minted, by what the model calls them."""
         sql = self.sql
         match transition.call:
-            case ("claim", int(token), int(lapses), tuple(considered), int(limit), int(slots), bool(fresh)):
+            case (
+                "claim",
+                int(token),
+                int(lapses),
+                tuple(considered),
+                int(limit),
+                int(slots),
+                bool(fresh),
+                passed,
+            ):
                 self.make_due(considered)
+                if passed:
+                    sql.conn.execute("insert into pulse.claim_try values (%s, 2, %s)", (uuid_of(token), T0))
                 claim = sql.claim(
-                    "mail", limit, token=uuid_of(token), p_slots=slots, p_lapses=lapses, p_fresh=fresh
+                    "mail",
+                    limit,
+                    token=uuid_of(token),
+                    p_slots=slots,
+                    p_lapses=lapses,
+                    p_fresh=fresh,
+                    p_try=1 if fresh else 2,
                 )
                 answer: object = tuple(sorted(e.int - 500 for e in claim.ids))
             case ("settle", str(verb), int(row), int(token)):

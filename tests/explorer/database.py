@@ -44,7 +44,7 @@ class Rules:
     fence: Literal["token", "nothing", "attempts"] = "token"
     claim: Literal["locked", "two steps", "too many"] = "locked"
     claim_finds_its_rows: bool = True
-    late_claims: Literal["while asked", "ever"] = "while asked"
+    late_claims_take: bool = False  # also after their repetition
     read_back: bool = True
     refund: Literal["in company", "never", "always"] = "in company"
     release_refunds: int = 1
@@ -157,12 +157,25 @@ class Database:
         ]
 
     def claim(
-        self, token: int, lapses: int, considered: Iterable[int], limit: int, slots: int, fresh: bool
+        self,
+        token: int,
+        lapses: int,
+        considered: Iterable[int],
+        limit: int,
+        slots: int,
+        fresh: bool,
+        passed: bool = False,
     ) -> tuple[list[int], list[int]]:
-        """The rows that run under the token, and which of them were taken now."""
+        """The rows that it answers with, and which of them were taken now. *passed*: its repetition came first."""
         before = self.rows.copy()
-        rows, taken = self._claim(token, lapses, considered, limit, slots, fresh)
-        self.note(before, ("claim", token, lapses, tuple(considered), limit, slots, fresh), tuple(rows))
+        if passed and not self.rules.late_claims_take:
+            rows: list[int] = []
+            taken: list[int] = []
+        else:
+            rows, taken = self._claim(token, lapses, considered, limit, slots, fresh)
+        self.note(
+            before, ("claim", token, lapses, tuple(considered), limit, slots, fresh, passed), tuple(rows)
+        )
         return rows, taken
 
     def _claim(

@@ -67,7 +67,7 @@ VARIANTS = {
         rules=Rules(claim_finds_its_rows=False), scenario="two in one worker"
     ),
     "a claim may arrive after its repetition": Variant(
-        rules=Rules(late_claims="ever"), scenario="two in one worker"
+        rules=Rules(late_claims_take=True), scenario="two in one worker"
     ),
     "no read-back": Variant(rules=Rules(read_back=False), scenario="lost answers"),
     "a lapse in company spends the budget": Variant(rules=Rules(refund="never"), scenario="a job that kills"),

@@ -61,7 +61,7 @@ class Call(NamedTuple):
     row: int = -1
     lapses: int = 0
     attempts: int = 0
-    stale: bool = False
+    stale: bool = False  # ghost, as above; of a claim: it has been executed again meanwhile
     token: int = NOBODY
 
 

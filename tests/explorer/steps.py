@@ -190,11 +190,10 @@ class Steps:
                 database = self.database(state)
                 rows, taken = database.claim(token, lapses, considered, limit, slots, fresh)
                 words = (who, f"{again}claims {names(rows)}", network)
+                answered = outdate(passed(worker, token), taken)
                 if network:
-                    yield self.step(
-                        state, database, words, who, outdate(worker, taken)._replace(asking=(token, lapses)), taken,
-                        faults=state.faults - 1,
-                    )  # fmt: skip
+                    asking = answered._replace(asking=(token, lapses))
+                    yield self.step(state, database, words, who, asking, taken, faults=state.faults - 1)
                     continue
                 running = {
                     n for n, row in enumerate(database.rows) if row.status == RUNNING and row.token == token
@@ -204,13 +203,9 @@ class Steps:
                         f"{names(running - set(rows))} runs under a token whose claimer was not told of it"
                     )
                 held = [self.held(database, number, token, lapses) for number in rows]
-                answered = outdate(worker, taken)
-                late = answered.late
-                if self.rules.late_claims == "while asked":
-                    late = tuple(call for call in late if call.verb != "claim")
                 yield self.step(
                     state, database, words, who,
-                    answered._replace(asking=None, held=tuple(sorted((*answered.held, *held))), late=late), taken,
+                    answered._replace(asking=None, held=tuple(sorted((*answered.held, *held)))), taken,
                 )  # fmt: skip
         if state.faults and self.scenario.late and fresh:
             call = Call("claim", token=token, lapses=lapses)
@@ -355,7 +350,7 @@ class Steps:
         for considered in self.choices(state, call.lapses):
             database = self.database(state)
             limit, slots = self.room(worker, call.lapses), self.free(worker, call.lapses)
-            rows, taken = database.claim(call.token, call.lapses, considered, limit, slots, True)
+            rows, taken = database.claim(call.token, call.lapses, considered, limit, slots, True, call.stale)
             if taken and (worker.asking is None or worker.asking[0] != call.token):
                 database.say(f"{names(taken)} runs under a token that nobody asks with any more")
             yield self.step(
@@ -564,6 +559,17 @@ def killed(worker: Worker, by: Held) -> Worker:
             )
         )
     )
+
+
+def passed(worker: Worker, token: int) -> Worker:
+    """A claim was executed again: a try of it that is still under way comes too late."""
+    if not worker.late:
+        return worker
+    late = (
+        call._replace(stale=True) if call.verb == "claim" and call.token == token else call
+        for call in worker.late
+    )
+    return worker._replace(late=tuple(sorted(late)))
 
 
 def outdate(worker: Worker, taken: list[int] | tuple[int, ...]) -> Worker:

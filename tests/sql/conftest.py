@@ -28,7 +28,9 @@ def module_dsn(testbed: Testbed) -> Iterator[str]:
 def dsn(module_dsn: str) -> str:
     """Emptied for each test, which is many times as fast as a database of its own."""
     with psycopg.connect(module_dsn) as conn:
-        conn.execute("truncate pulse.outbox, pulse.event_handled, pulse.pause, pulse.dispatcher, pulse.sweep")
+        conn.execute(
+            "truncate pulse.outbox, pulse.event_handled, pulse.pause, pulse.dispatcher, pulse.sweep, pulse.claim_try"
+        )
     return module_dsn
 
 

@@ -329,6 +329,31 @@ def test_repeated_claim_after_the_first_was_rolled_back_claims(outbox, session):
     assert outbox.claim(token=token)[0]["attempts"] == 1
 
 
+def test_try_that_comes_late_takes_nothing(outbox):
+    """A stalled session gets to the first try when its repetition has been answered: nobody would run what it took."""
+    outbox.enqueue_many(4)
+    token = uuid.uuid4()
+    again = outbox.claim(limit=2, token=token, p_try=2)
+    assert len(again) == 2
+    for _ in ("while it runs", "when it is settled"):
+        assert outbox.claim(limit=2, token=token, p_try=1, p_fresh=True) == []
+        outbox.complete(again)
+
+    assert outbox.claim(limit=2, token=token, p_try=1) == []
+    assert len(outbox.claim(limit=9, p_try=1, p_fresh=True)) == 2, "others are not concerned"
+
+
+def test_tries_are_forgotten_after_a_day(outbox):
+    outbox.claim(p_try=2)
+    outbox.forward(100_000)
+    token = uuid.uuid4()
+
+    outbox.claim(token=token, p_try=2)
+
+    tries = outbox.conn.execute("select token from pulse.claim_try").fetchall()
+    assert [row["token"] for row in tries] == [token]
+
+
 def test_different_tokens_never_share_a_row(outbox, session):
     """Eight claims at the same instant: every row once."""
     outbox.enqueue_many(100)

@@ -91,6 +91,7 @@ def test_nobody_writes_past_the_functions(as_role, outbox, role):
     denied(calls, "delete from pulse.pause")
     denied(calls, "delete from pulse.sweep")
     denied(calls, "insert into pulse.sweep values (now(), 'infinity')")
+    denied(calls, "insert into pulse.claim_try values (gen_random_uuid(), 99, now())")
     denied(calls, "update pulse.dispatcher set sleeping = true")
     denied(calls, "delete from pulse.event_handled")
     denied(calls, "update pulse.migration set oldest_code = '9'")
@@ -112,6 +113,7 @@ def test_reading_is_for_those_who_need_it(as_role, outbox, role, reads):
         "pause",
         "dispatcher",
         "sweep",
+        "claim_try",
         "dead_letter",
         "dead_kind",
         "topic_status",

@@ -20,7 +20,7 @@ from pulse_outbox.storage_retry import CallTimedOut, StorageRetries, StorageRetr
 from pulse_outbox.store import Failure, Store
 from tests.support.dispatching import Table
 from tests.support.proxy import proxied
-from tests.support.waiting import wait_until_async
+from tests.support.waiting import wait_until, wait_until_async
 
 SOON = StorageRetries(storage=StorageRetry(first=0.01, cap=0.05), dequeue=StorageRetry(first=0.01, cap=0.05))
 
@@ -193,6 +193,33 @@ async def test_a_frozen_backend_is_left_behind(open_store):
             assert await store.paused() == frozenset()
         finally:
             os.kill(pid, signal.SIGCONT)
+        await store.close()
+
+
+async def test_a_claim_that_a_frozen_backend_gets_to_late_takes_nothing(open_store):
+    """Its repetition has been answered: what it took now, nobody would run, and a budget of one would be spent."""
+    with embedded.start() as server:
+        schema.migrate(server.dsn)
+        store = open_store(server.dsn, call_timeout=0.5)
+        await store.paused()
+        with psycopg.connect(server.dsn, autocommit=True) as conn:
+            [(pid,)] = conn.execute(
+                "select pid from pg_stat_activity where application_name = 'pulse-outbox'"
+            ).fetchall()
+            for _ in range(4):
+                conn.execute("select pulse.outbox_enqueue('job', '{}')")
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                claims = await store.claim(limit=2, topics=["job"])
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            wait_until(
+                lambda: not conn.execute("select 1 from pg_stat_activity where pid = %s", (pid,)).fetchone()
+            )
+
+            assert len(claims) == 2
+            running = conn.execute("select event_id from pulse.outbox where status = 'RUNNING'").fetchall()
+            assert {event_id for (event_id,) in running} == {claim.event_id for claim in claims}
         await store.close()
 
 
