@@ -27,7 +27,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from tests.docs.pages import SAMPLES, Block
 
-PATIENCE = 45.0
+PATIENCE = 100.0
 STANDS_FOR_THE_DATABASE = re.compile(r"(postgresql(?:\+\w+)?)://localhost/shop\b")
 # Packages are there already: tests/packaging installs the wheel into an empty environment.
 INSTALLATION = re.compile(r"(python3? -m )?(pip install|venv) |\. \.venv/bin/activate|cd \S+$|mkdir ")
@@ -49,6 +49,7 @@ class Reader:
             "PGHOST": str(server["host"]),
             "PGPORT": str(server["port"]),
             "PGUSER": str(server["user"]),
+            "PGDATABASE": self._database,
             "NO_COLOR": "1",
             "COLUMNS": "160",
             "PYTHONDONTWRITEBYTECODE": "1",
@@ -119,8 +120,7 @@ class Reader:
             terminal.end()
 
     def _own(self, text: str) -> str:
-        text = STANDS_FOR_THE_DATABASE.sub(lambda match: f"{match[1]}://{self._where}", text)
-        return text.replace('"NAME": "shop"', f'"NAME": "{self._database}"')
+        return STANDS_FOR_THE_DATABASE.sub(lambda match: f"{match[1]}://{self._where}", text)
 
     def _write(self, name: str, more: bool, text: str) -> None:
         path = self.directory / name
@@ -211,7 +211,8 @@ class Terminal:
         ):  # a pty ends with an error
             while piece := stream.read(4096):
                 pieces += piece
-                self.output = pieces.decode(errors="replace").replace("\r\n", "\n")
+                text = pieces.decode(errors="replace").replace("\r\n", "\n")
+                self.output = re.sub("\x1b\\[[0-9;]*m", "", text)
 
     def _read_environment(self, kept: int) -> None:
         with open(kept, "rb") as stream:
