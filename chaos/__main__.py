@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -39,14 +40,14 @@ def main(arguments: list[str]) -> int:
         drain_within=args.drain_within,
         mutant=args.mutant,
         directory=directory,
-        kinds=tuple(kinds),
+        dispatchers=args.dispatchers,
         may_mount=own_mounts,
     )
     plan = faults.plan(args.seed, seconds, args.lease, kinds)
     command = f"python3 dev.py chaos {shlex.join(arguments)}"
     _say(f"{command}: {len(plan)} faults planned; evidence in {directory}")
-    rig = Rig(settings, plan, _say)
-    rig.run()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("chaos: told to end"))
+    Rig(settings, plan, _say).run()
     return judge(directory, command, report=args.report, keep=args.keep or bool(args.evidence))
 
 
@@ -104,6 +105,7 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
         "--evidence", help="a directory for it, which is kept (default: a new one, kept on violations)"
     )
     parser.add_argument("--keep", action="store_true", help="keep the evidence of a good run too")
+    parser.add_argument("--dispatchers", type=int, default=3, help="how many")
     parser.add_argument("--report", help="write the verdict there as JSON")
     return parser.parse_args(arguments)
 

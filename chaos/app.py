@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import psycopg
+import psycopg_pool.pool
 from pydantic import BaseModel, ValidationError
 
 from chaos import mutants
@@ -49,7 +50,7 @@ def _sleep(seconds: Any) -> None:
 
 if "FAKETIME" in os.environ:
     # Under libfaketime the real one fails where the monotonic clock is left alone, which the journals need.
-    time.sleep = _sleep
+    time.sleep = psycopg_pool.pool.sleep = _sleep
 
 outbox = Outbox()
 

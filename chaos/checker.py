@@ -79,7 +79,10 @@ def check(evidence: Evidence) -> list[Violation]:
     found += _check_effects(evidence, lives)
     found += _check_alerts(evidence, lives)
     found += _check_acts(evidence, lives)
-    found += [Violation("canary", "", place) for place in evidence.canaries]
+    found += [Violation("canary", "", f"a secret is in {place}") for place in evidence.canaries]
+    found += [
+        Violation("traceback", "", f"an error that nobody caught is in {log}") for log in evidence.tracebacks
+    ]
     if not any(run.outcome == "ok" for run in evidence.runs):
         found.append(Violation("idle", "", "no handler has ended well: this run proves nothing"))
     if evidence.drained_in is None:

@@ -35,10 +35,10 @@ class Cluster:
         self._may_mount = may_mount
         self._base = Path(tempfile.mkdtemp(prefix="pulse-chaos-"))
         self._base.chmod(0o755)
-        self._number = 0
+        self._number = 1
         self.small_disk: Path | None = None
         """A file system of a few gigabytes under the outbox's tables, where mounting one is permitted."""
-        self.primary = embedded.start(durable=True, settings=SETTINGS, directory=self._new_home())
+        self.primary = embedded.start(durable=True, settings=SETTINGS)
         self.standby: embedded.Server | None = None
         self.frozen = False
 
@@ -197,6 +197,16 @@ class Cluster:
             conn.execute("alter system set synchronous_standby_names = 'standby'")
             conn.execute("select pg_reload_conf()")
             self._wait_for(conn, "sync_state = 'sync'")
+
+    def drop_standby(self) -> None:
+        """The primary goes on without one."""
+        with self.connect() as conn:
+            conn.execute("alter system reset synchronous_standby_names")
+            conn.execute("select pg_reload_conf()")
+        if self.standby is not None:
+            self.standby.crash()
+            self.standby.stop()
+            self.standby = None
 
     def _wait_for(self, conn: psycopg.Connection[Any], condition: str) -> None:
         give_up_at = time.monotonic() + 30

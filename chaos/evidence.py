@@ -120,6 +120,8 @@ class Evidence:
     """Events that the application's own data know of."""
     canaries: list[str] = field(default_factory=list)
     """Places where a secret was found that should hold none."""
+    tracebacks: list[str] = field(default_factory=list)
+    """Logs of dispatchers in which Python complains about something that nobody caught."""
     drained_in: float | None = 0.0
     """Seconds from the end of the faults until nothing was left to do; None: never."""
 
@@ -137,15 +139,24 @@ def load(directory: Path) -> Evidence:
             for line in journal.read(directory / "sentry.jsonl")
         ],
         acts=list(_acts(directory)),
-        faults=[
-            Fault(line.pop("t"), line.pop("what"), line) for line in journal.read(directory / "rig.jsonl")
-        ],
+        faults=list(_faults(directory)),
         rows={row["event_id"]: row["status"] for row in journal.read(tables / "outbox.jsonl")},
         effects=[(row["event_id"], row["kind"]) for row in journal.read(tables / "effect.jsonl")],
         business=frozenset(row["event_id"] for row in journal.read(tables / "business.jsonl")),
         canaries=facts["canaries"],
+        tracebacks=facts["tracebacks"],
         drained_in=facts["drained_in"],
     )
+
+
+def _faults(directory: Path) -> Iterator[Fault]:
+    """What the rig did, what processes did to themselves when they were ordered to, and what the proxy lost."""
+    wanted = {"order", "lost"}
+    others = [path for path in sorted(directory.glob("*-*.jsonl")) if path.name != "rig.jsonl"]
+    for path in (directory / "rig.jsonl", directory / "proxy.jsonl", *others):
+        for line in journal.read(path):
+            if path.name == "rig.jsonl" or line["what"] in wanted:
+                yield Fault(line.pop("t"), line.pop("what"), line)
 
 
 def _wishes(directory: Path) -> Iterator[Wish]:

@@ -37,13 +37,27 @@ def figures(evidence: Evidence, facts: dict[str, Any], violations: list[Violatio
         "replays": statuses["DEAD_LETTERED", "PENDING"],
         "discards": sum(step.status == "DISCARDED" for step in evidence.steps),
         "faults injected": sum(injected.values()),
-        "dispatchers, children, producers, operators killed": _killed(evidence),
-        "processes that ended otherwise than asked": sum(
-            fault.kind == "ended" and fault.values["code"] != 0 for fault in evidence.faults
+        "… processes killed from outside": sum(
+            fault.kind in ("kill", "kill-child") for fault in evidence.faults
+        ),
+        "… killed at a named point": sum(
+            fault.kind == "order" and fault.values["action"] == "KILL" for fault in evidence.faults
+        ),
+        "… stopped and woken": injected.get("stop-dispatcher", 0)
+        + injected.get("stop-child", 0)
+        + injected.get("stop-producer", 0)
+        + sum(fault.kind == "order" and fault.values["action"] == "STOP" for fault in evidence.faults),
+        "… dispatchers killed by a job": sum(
+            fault.kind == "ended" and fault.values["who"][0] == "d" and fault.values["code"] in (3, -11)
+            for fault in evidence.faults
         ),
         "database crashes": sum(fault.kind == "database" for fault in evidence.faults),
-        "failovers": injected.get("failover", 0),
-        "answers lost after the change was made": facts.get("lost_answers", 0),
+        "failovers to a standby": sum(fault.kind == "failover" for fault in evidence.faults),
+        "backends terminated (times)": injected.get("terminate", 0),
+        "answers lost after the change was made": sum(fault.kind == "lost" for fault in evidence.faults),
+        "… of which to COMMIT": sum(
+            fault.kind == "lost" and fault.values["request"] == "commit" for fault in evidence.faults
+        ),
         "leases lapsed": sum(
             step.old_status == "RUNNING"
             and step.status in ("RETRYING", "DEAD_LETTERED")
@@ -70,13 +84,13 @@ def as_text(table: dict[str, Any]) -> str:
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in table.items())
 
 
-def _killed(evidence: Evidence) -> int:
-    return sum(fault.kind in ("kill", "kill-child") for fault in evidence.faults)
-
-
 def _recoveries(evidence: Evidence) -> list[float]:
     """From the kill of a dispatcher to the next start of what ran in it."""
-    killed = {fault.values["pid"]: fault.at for fault in evidence.faults if fault.kind == "kill"}
+    killed = {
+        fault.values["pid"]: fault.at
+        for fault in evidence.faults
+        if fault.kind == "kill" or (fault.kind == "order" and fault.values["action"] == "KILL")
+    }
     starts: dict[str, list[float]] = {}
     for run in evidence.runs:
         starts.setdefault(run.event, []).append(run.started)

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from contextlib import ExitStack, suppress
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 FAKETIME = next(iter(Path("/usr/lib").glob("*/faketime/libfaketime.so.1")), None)
-DISPATCHERS, PRODUCERS, OPERATORS = 3, 2, 2
+PRODUCERS, OPERATORS = 2, 2
 BACKLOG_MAX, BACKLOG_LOW = 1500, 500
 """Producers rest while more than this is unfinished, until it is less than that."""
 TICK = 0.05
@@ -53,7 +52,7 @@ class Settings:
     drain_within: float
     mutant: str
     directory: Path
-    kinds: tuple[str, ...]
+    dispatchers: int
     may_mount: bool
     """Mounts of this process are its own, and end with it."""
 
@@ -73,11 +72,13 @@ class Rig:
         self._numbers = itertools.count(1)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._stack = ExitStack()
-        self.dispatchers: list[Process | None] = [None] * DISPATCHERS
+        self.dispatchers: list[Process | None] = [None] * settings.dispatchers
         self.producers: list[Process | None] = [None] * PRODUCERS
         self.operators: list[Process | None] = [None] * OPERATORS
-        self.generations = [(1,), (2,), ()]
+        self.generations: list[tuple[int, ...]] = [(1,), *[()] * (settings.dispatchers - 1)]
         """Of each dispatcher; none: all."""
+        if settings.dispatchers > 2:
+            self.generations[1] = (2,)
         self.extras: list[Process] = []
         self._ordered_stops: dict[int, float] = {}
         self._healing = False
@@ -119,11 +120,11 @@ class Rig:
                 [(count,)] = conn.execute(
                     "select count(*) from pulse.dispatcher_status where alive"
                 ).fetchall()
-                if count == DISPATCHERS:
+                if count == self.settings.dispatchers:
                     return
                 if time.monotonic() > give_up_at:
                     raise RuntimeError(
-                        f"{count} of {DISPATCHERS} dispatchers started: see {self.directory}/logs"
+                        f"{count} of {self.settings.dispatchers} dispatchers started: see {self.directory}/logs"
                     )
                 self._tick()
 
@@ -384,23 +385,26 @@ class Rig:
             "skipped": self.skipped,
             "injected": self.injector.counts,
             "lease": self.settings.lease,
+            "tracebacks": _files_with("Traceback (most recent call last)", *self._logs("d*.log")),
         }
         (self.directory / "facts.json").write_text(json.dumps(facts, indent=1))
 
+    def _logs(self, pattern: str) -> list[Path]:
+        return sorted((self.directory / "logs").glob(pattern))
+
     def _find_canaries(self, conn: psycopg.Connection[Any]) -> list[str]:
         """Places outside of payloads that hold something of one."""
-        found = subprocess.run(
-            ["grep", "-rlF", CANARY, self.directory / "logs", self.directory / "sentry.jsonl"],
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout.splitlines()
+        found = _files_with(CANARY, *self._logs("*.log"), self.directory / "sentry.jsonl")
         rows = conn.execute(
             "select event_id from pulse.outbox o where concat(last_error, last_failure, failure_history, locked_by)"
             " like %s union all select null from pulse.dispatcher d where d::text like %s",
             (f"%{CANARY}%", f"%{CANARY}%"),
         ).fetchall()
         return found + [f"outbox row {event_id}" for (event_id,) in rows]
+
+
+def _files_with(text: str, *paths: Path) -> list[str]:
+    return [str(path) for path in paths if text.encode() in path.read_bytes()]
 
 
 def _clock(conn: psycopg.Connection[Any]) -> float:
