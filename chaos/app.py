@@ -50,7 +50,8 @@ def _sleep(seconds: Any) -> None:
 
 if "FAKETIME" in os.environ:
     # Under libfaketime the real one fails where the monotonic clock is left alone, which the journals need.
-    time.sleep = psycopg_pool.pool.sleep = _sleep
+    time.sleep = _sleep
+    setattr(psycopg_pool.pool, "sleep", _sleep)  # noqa: B010  it keeps one of its own, and does not export it
 
 outbox = Outbox()
 

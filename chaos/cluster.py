@@ -20,7 +20,7 @@ from pulse_outbox import embedded, schema
 ROLES = ("dispatcher", "producer", "operator")
 SMALL_DISK = "3g"
 SETTINGS = {
-    "max_connections": "120",
+    "max_connections": "90",
     "max_wal_size": "512MB",
     "wal_level": "replica",
     "hot_standby": "on",
