@@ -6,6 +6,8 @@ steps of its row in order, each with the verb of the state machine that it must 
 
 from __future__ import annotations
 
+import math
+from bisect import bisect
 from collections import defaultdict
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -74,6 +76,7 @@ def check(evidence: Evidence) -> list[Violation]:
         found += _check_budget(life)
         found += _check_end(life)
     found += _check_tokens(lives.values())
+    found += _check_pauses(evidence, lives.values())
     found += _check_rows(evidence, lives)
     found += _check_keys(lives.values())
     found += _check_effects(evidence, lives)
@@ -385,6 +388,21 @@ def _claims(life: Life) -> Iterator[tuple[Step, int]]:
             claim = None
     if claim is not None:
         yield claim, 1 << 62
+
+
+def _check_pauses(evidence: Evidence, lives: Iterable[Life]) -> Iterator[Violation]:
+    """pause: a claim that began after the pause of a topic was committed takes nothing of it."""
+    pauses: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for pause in evidence.pauses:
+        pauses[pause.topic].append((pause.since, pause.until))
+    for spans in pauses.values():
+        spans.sort()
+    for life in lives:
+        spans = pauses[life.topic]
+        for verb, _, step in life.changes:
+            number = bisect(spans, (step.began - TOLERANCE, math.inf)) - 1
+            if verb == "claim" and number >= 0 and step.at < spans[number][1] - TOLERANCE:
+                yield Violation("pause", life.event, f"{life.topic} was paused, and {step.who} claimed it")
 
 
 def _check_rows(evidence: Evidence, lives: dict[str, Life]) -> Iterator[Violation]:

@@ -50,6 +50,8 @@ class Step(NamedTuple):
     event_id: str
     old_status: str | None
     status: str | None
+    began: float = 0.0
+    """When its transaction began."""
     token: str | None = None
     attempts: int = 0
     max_attempts: int | None = None
@@ -94,6 +96,14 @@ class Act(NamedTuple):
     result: str | None
 
 
+class Pause(NamedTuple):
+    """A time in which a topic was certainly paused: from the answer to the pause to the next wish to resume it."""
+
+    topic: str
+    since: float
+    until: float
+
+
 class Fault(NamedTuple):
     """Something that the rig did."""
 
@@ -111,6 +121,7 @@ class Evidence:
     steps: list[Step] = field(default_factory=list)
     alerts: list[Alert] = field(default_factory=list)
     acts: list[Act] = field(default_factory=list)
+    pauses: list[Pause] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     rows: dict[str, str] = field(default_factory=dict)
     """The outbox at the end: event and status."""
@@ -139,6 +150,7 @@ def load(directory: Path) -> Evidence:
             for line in journal.read(directory / "sentry.jsonl")
         ],
         acts=list(_acts(directory)),
+        pauses=list(_pauses(directory)),
         faults=list(_faults(directory)),
         rows={row["event_id"]: row["status"] for row in journal.read(tables / "outbox.jsonl")},
         effects=[(row["event_id"], row["kind"]) for row in journal.read(tables / "effect.jsonl")],
@@ -211,9 +223,34 @@ def _acts(directory: Path) -> Iterator[Act]:
         yield from acts.values()
 
 
+def _pauses(directory: Path) -> Iterator[Pause]:
+    lines = [
+        line
+        for path in directory.glob("operator-*.jsonl")
+        for line in journal.read(path)
+        if line["what"] in ("pausing", "paused", "resuming")
+    ]
+    lines.sort(key=lambda line: line["t"])
+    paused: dict[str, dict[str, float]] = {}
+    """For each topic, who has asked for a pause that nobody has wished to end since, and when that was granted."""
+    for line in lines:
+        who = paused.setdefault(line["topic"], {})
+        match line["what"]:
+            case "pausing":
+                who[line["by"]] = float("inf")
+            case "paused" if line["by"] in who:
+                who[line["by"]] = line["t"]
+            case "resuming":
+                since = min(who.values(), default=float("inf"))
+                if since < line["t"]:
+                    yield Pause(line["topic"], since, line["t"])
+                who.clear()
+
+
 def _step(row: dict[str, Any], clock: float) -> Step:
     """A line of the table; times of the database's clock minus *clock* are those of the journals."""
     row["at"] -= clock
+    row["began"] -= clock
     if row.get("lease_until") is not None:
         row["lease_until"] -= clock
     return Step(**row)

@@ -53,10 +53,14 @@ class Operator:
             self._pause: 4,
             self._prune: 5,
         }
+        left_paused = list(PAUSABLE)  # by somebody who was killed before he could resume
         while not self.stopping:
             time.sleep(self._random.expovariate(2))
             try:
                 with self._connected() as operations:
+                    while left_paused:
+                        self._resume(operations, left_paused[-1])
+                        left_paused.pop()
                     self._random.choices(list(things), list(things.values()))[0](operations)
             except (psycopg.Error, OSError, OutboxError) as error:
                 self._journal.write("failed", error=type(error).__name__)
@@ -118,8 +122,14 @@ class Operator:
 
     def _pause(self, operations: Operations) -> None:
         topic = self._random.choice(PAUSABLE)
+        self._journal.write("pausing", topic=topic, by=self._name)
         operations.pause(topic, reason="a drill", by=self._name)
+        self._journal.write("paused", topic=topic, by=self._name)
         time.sleep(self._random.uniform(0, 1))
+        self._resume(operations, topic)
+
+    def _resume(self, operations: Operations, topic: str) -> None:
+        self._journal.write("resuming", topic=topic)
         operations.resume(topic, by=self._name)
 
     def _prune(self, operations: Operations) -> None:

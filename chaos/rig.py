@@ -418,7 +418,8 @@ def _clock(conn: psycopg.Connection[Any]) -> float:
     return sorted(differences)[2]
 
 
-_STEP = "extract(epoch from at)::float8 as at, extract(epoch from lease_until)::float8 as lease_until"
+_STEP = """extract(epoch from at)::float8 as at, extract(epoch from began)::float8 as began,
+           extract(epoch from lease_until)::float8 as lease_until"""
 _TABLES = {
     "transition": f"""
         select id, {_STEP}, who, transaction::text::bigint as transaction, event_id, old_status, status, token,

@@ -8,6 +8,7 @@ create table chaos.transition (
   at              timestamptz  not null default clock_timestamp(),
   who             text         not null default coalesce(current_setting('chaos.who', true), ''),
   transaction     xid8         not null default pg_current_xact_id(),
+  began           timestamptz  not null default transaction_timestamp(),
   event_id        uuid         not null,
   old_status      pulse.status,      -- null: inserted
   status          pulse.status,      -- null: deleted

@@ -89,17 +89,14 @@ class Story:
             "holds_key": None,
             "budget": None,
         }
-        given = {"transaction": self._transaction(), **values}
-        self._add(
-            old._replace(**unsaid)._replace(
-                id=len(self.evidence.steps),
-                at=self.now,
-                who=who,
-                old_status=old.status,
-                status=status,
-                **given,
-            )
-        )
+        given: dict[str, Any] = {
+            "id": len(self.evidence.steps),
+            "at": self.now,
+            "began": self.now,
+            "who": who,
+        }
+        given |= {"transaction": self._transaction(), "old_status": old.status, "status": status}
+        self._add(old._replace(**unsaid)._replace(**given | values))
         return self
 
     def claim(self, event: str, who: str = "worker", **values: Any) -> Story:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from chaos.evidence import Pause
 from tests.chaos.story import LEASE, Story
 
 
@@ -248,6 +249,21 @@ def test_run_before_it_was_claimed(story: Story):
     story.enqueue("e").run("e", lease=1).claim("e").complete("e")
 
     assert "claim" in story.rules()
+
+
+def test_claimed_in_spite_of_a_pause(story: Story):
+    """What counts is when the claim began: one that was under way may still take something."""
+    since = story.now + 1
+    story.enqueue("e")
+    story.now = since + 0.5
+    story.claim("e", began=since - 0.5).run("e").complete("e")
+    assert story.rules(pauses=[Pause("fast", since, since + 100)]) == set()
+
+    story.now = since + 10
+    story.enqueue("f").claim("f").run("f").complete("f")
+    assert story.rules(pauses=[Pause("slow", since, since + 100)]) == set()
+    assert story.rules(pauses=[Pause("fast", since, since + 5)]) == set()
+    assert story.rules(pauses=[Pause("fast", since, since + 100)]) == {"pause"}
 
 
 # Budgets
