@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import psycopg
+from psycopg import waiting
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import tuple_row
 
@@ -18,10 +18,14 @@ from pulse_outbox.storage_retry import CallTimedOut, loses_connection
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from psycopg.abc import RV, PQGen
+
 Rows = list[tuple[Any, ...]]
 
 CALL_TIMEOUT = timedelta(seconds=15)
 CONNECT_TIMEOUT = timedelta(seconds=10)
+WAIT_INTERVAL = 1.0
+"""How often psycopg looks up while it waits, in seconds."""
 
 
 class Link:
@@ -64,26 +68,22 @@ class Link:
         self, conn: psycopg.AsyncConnection[Any], query: bytes, parameters: Sequence[object]
     ) -> Rows:
         """One call within its deadline; an error that costs the connection throws it away."""
-        call = asyncio.ensure_future(self._execute(conn, query, parameters))
+        deadline = asyncio.get_running_loop().call_later(self._call_timeout, shut_down, conn)
         try:
-            done, _ = await asyncio.wait({call}, timeout=self._call_timeout)
-            if not done:
-                raise CallTimedOut(f"no answer within {self._call_timeout:g} s")
-            return call.result()
+            cursor = conn.cursor(binary=True, row_factory=tuple_row)
+            await cursor.execute(query, parameters)
+            return await cursor.fetchall()
         except BaseException as error:
             if loses_connection(error):
-                self._throw_away(conn, call)
+                self._throw_away(conn)
+            if isinstance(error, psycopg.Error) and deadline.when() <= asyncio.get_running_loop().time():
+                raise CallTimedOut(f"no answer within {self._call_timeout:g} s") from error
             raise
-
-    async def _execute(
-        self, conn: psycopg.AsyncConnection[Any], query: bytes, parameters: Sequence[object]
-    ) -> Rows:
-        cursor = conn.cursor(binary=True, row_factory=tuple_row)
-        await cursor.execute(query, parameters)
-        return await cursor.fetchall()
+        finally:
+            deadline.cancel()
 
     async def _connect(self) -> psycopg.AsyncConnection[Any]:
-        conn = await psycopg.AsyncConnection.connect(self._conninfo, autocommit=True, prepare_threshold=None)
+        conn = await _Connection.connect(self._conninfo, autocommit=True, prepare_threshold=None)
         # Prepared statements halve the time of a call. Behind a pooler in transaction mode they would belong to
         # somebody else's session; a pooler shows by a process number that is not the server's.
         [(server_pid,)] = await self._ask(conn, b"select pg_catalog.pg_backend_pid()", ())
@@ -95,12 +95,20 @@ class Link:
             await self._ask(conn, b"select set_config('statement_timeout', %s, false)", (str(milliseconds),))
         return conn
 
-    def _throw_away(self, conn: psycopg.AsyncConnection[Any], call: asyncio.Future[Any]) -> None:
+    def _throw_away(self, conn: psycopg.AsyncConnection[Any]) -> None:
         self._conn = None
-        # Shutting the socket down wakes the call that waits on it. Cancelling it instead would send a cancel
-        # request and wait for a server that does not answer.
         shut_down(conn)
-        call.add_done_callback(functools.partial(_bury, conn))
+        conn.pgconn.finish()
+
+
+class _Connection(psycopg.AsyncConnection[Any]):
+    """A connection whose calls can be cancelled at once, at the price of the connection.
+
+    psycopg would ask the server to cancel the call, and wait for a server that may not answer.
+    """
+
+    async def wait(self, gen: PQGen[RV], *_: object, **__: object) -> RV:
+        return await waiting.wait_async(gen, self.pgconn.socket, interval=WAIT_INTERVAL)
 
 
 def shut_down(conn: psycopg.AsyncConnection[Any] | psycopg.Connection[Any]) -> None:
@@ -114,13 +122,6 @@ def shut_down(conn: psycopg.AsyncConnection[Any] | psycopg.Connection[Any]) -> N
             duplicate.shutdown(socket.SHUT_RDWR)
         except OSError:
             return  # the other side was faster
-
-
-def _bury(conn: psycopg.AsyncConnection[Any], call: asyncio.Future[Any]) -> None:
-    """What is left to do when the call on a connection that was cut off has ended."""
-    if not call.cancelled():
-        call.exception()  # or asyncio complains that nobody looked
-    conn.pgconn.finish()
 
 
 def connection_string(dsn: str, name: str, call_timeout: timedelta = CALL_TIMEOUT) -> str:

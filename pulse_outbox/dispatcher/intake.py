@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from pulse_outbox.dispatcher.jobs import Job, Released
-from pulse_outbox.dispatcher.lanes import ClaimPlan, Lanes
+from pulse_outbox.dispatcher.lanes import Lanes
 from pulse_outbox.dispatcher.transactions import POOL_SIZE as TRANSACTIONS
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from pulse_outbox.dispatcher.jobs import InFlight
-    from pulse_outbox.dispatcher.lanes import LaneKey
+    from pulse_outbox.dispatcher.lanes import ClaimPlan, LaneKey
     from pulse_outbox.dispatcher.settings import DispatcherSettings
     from pulse_outbox.dispatcher.settling import Settler
     from pulse_outbox.dispatcher.slots import Slots
@@ -178,9 +178,9 @@ class Intake:
             await self._wait_for_room()
             return None
         if self._relist and not self._limited:
-            # Woken: one call may be enough, since the claim lists the lanes by itself.
+            # Woken: one call is mostly enough. What it does not find, the listing after it shows.
             self._relist = False
-            return self._call_of(ClaimPlan(limit=wanted, lanes=None, keys=[], quotas={}))
+            return self._call_of(self._lanes.guess(wanted))
         if self._relist or time.monotonic() >= self._listed_at + self._listing_interval:
             await self._list()
         plan = self._lanes.plan(wanted, self._room_of, time.monotonic())
@@ -217,6 +217,7 @@ class Intake:
         finally:
             self._claiming = False
         if claims:
+            await asyncio.sleep(0)  # handlers first, then the next question
             await self._stop_listening_when_busy(len(claims))
 
     # How much
@@ -255,7 +256,7 @@ class Intake:
         while len(self._ends) > 1 and now - self._ends[0][0] > RATE_WINDOW:
             self._ends.popleft()
         since, before = self._ends[0]
-        return (ended - before) / max(now - since, RATE_WINDOW / 2)
+        return (ended - before) / max(now - since, RATE_SAMPLE)
 
     # What
 
@@ -326,11 +327,11 @@ class Intake:
         self._listed_at = 0.0
 
     async def _sleep(self, seconds: float) -> None:
+        alarm = asyncio.get_running_loop().call_later(seconds, self._stirred.set)
         try:
-            async with asyncio.timeout(seconds):
-                await self._stirred.wait()
-        except TimeoutError:
-            return
+            await self._stirred.wait()
+        finally:
+            alarm.cancel()
 
     async def _stop_listening_when_busy(self, claimed: int) -> None:
         """Under load a notification for every commit would cost producers a lock that they all share."""

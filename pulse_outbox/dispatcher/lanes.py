@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from pulse_outbox.store import Claim, Lane
 
 
+GUESSED_LANES = 3
+"""Up to so many lanes it is quicker to ask them all than to have the claim list what there is."""
+
+
 class LaneKey(NamedTuple):
     """What makes a lane."""
 
@@ -47,7 +51,7 @@ class ClaimPlan:
 
     limit: int
     lanes: list[dict[str, Any]] | None
-    """None: whatever there is, without a listing."""
+    """None: whatever there is."""
     keys: list[LaneKey]
     quotas: dict[str, int]
 
@@ -57,6 +61,7 @@ class Lanes:
 
     def __init__(self) -> None:
         self._places: dict[LaneKey, _Place] = {}
+        self._recent: list[LaneKey] = []
         self._turn = 0
 
     def refresh(self, listed: Iterable[Lane], now: float) -> None:
@@ -101,10 +106,20 @@ class Lanes:
         lanes = [self._asked(key, quotas[key.topic]) for key in keys]
         return ClaimPlan(limit=limit, lanes=lanes, keys=keys, quotas=quotas)
 
+    def guess(self, limit: int) -> ClaimPlan:
+        """A claim without a listing: from the lanes of the last events or, where they were many, from all there are."""
+        lanes = None
+        if 0 < len(self._recent) <= GUESSED_LANES:
+            lanes = [{**key._asdict(), "quota": limit} for key in self._recent]
+        return ClaimPlan(limit=limit, lanes=lanes, keys=[], quotas={})
+
     def note(self, plan: ClaimPlan, claims: Sequence[Claim]) -> None:
         """Moves the lanes on after a claim (whose rows come in order)."""
         lanes: list[LaneKey] = [_lane_of(claim) for claim in claims]  # type: ignore[misc]  # equal, and hashed alike
-        for key, last in dict(zip(lanes, claims, strict=True)).items():
+        last_of = dict(zip(lanes, claims, strict=True))
+        if claims:
+            self._recent = [LaneKey(*key) for key in last_of]
+        for key, last in last_of.items():
             if place := self._places.get(key):
                 place.next_run_at, place.seq = last.next_run_at, last.seq + 1
         if len(claims) >= plan.limit:

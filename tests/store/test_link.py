@@ -299,8 +299,8 @@ async def test_an_unmigrated_database_names_the_remedy(empty_dsn, open_store):
 class BehindPooler(Link):
     """Sees another process number than the connection has: how a pooler in transaction mode shows."""
 
-    async def _execute(self, conn: Any, query: bytes, parameters: Any) -> Any:
-        rows = await super()._execute(conn, query, parameters)
+    async def _ask(self, conn: Any, query: bytes, parameters: Any) -> Any:
+        rows = await super()._ask(conn, query, parameters)
         return [(rows[0][0] + 1,)] if b"pg_backend_pid" in query else rows
 
 
