@@ -115,7 +115,7 @@ class Bench:
                 count=count,
                 batch=LOAD_BATCH,
                 payload=self.payload,
-                options={**entry.options, **options},
+                options={**entry.options, **options, "load": True},
                 seconds=3600,
             ),
         )

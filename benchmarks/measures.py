@@ -80,6 +80,16 @@ def tenths(marks: Marks) -> tuple[float, float]:
     return first, last
 
 
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """The rise of the straight line through the points (least squares), per unit of their first number."""
+    if len(points) < 2:
+        return math.nan
+    middle = [sum(point[axis] for point in points) / len(points) for axis in (0, 1)]
+    run = sum((across - middle[0]) ** 2 for across, _ in points)
+    rise = sum((across - middle[0]) * (up - middle[1]) for across, up in points)
+    return rise / run if run else math.nan
+
+
 def latency_metrics(values: Sequence[float], prefix: str = "") -> dict[str, float]:
     """The usual quantiles, in milliseconds."""
     return {

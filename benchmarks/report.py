@@ -30,7 +30,11 @@ UNITS = {
     "reached": "load/s",
     "claim_ratio": "claim time ÷",
     "claim_ms": "claim ms",
-    "heartbeat_ms": "heartbeat CPU ms",
+    "lanes_ms": "listing ms",
+    "heartbeat_ms": "CPU ms a beat",
+    "server_ms": "PostgreSQL ms",
+    "worker_ms": "dispatcher ms",
+    "call_ms": "statement ms",
     "memory_mb": "MB",
     "growth_mb_per_hour": "MB/h",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.bench import Workload
-from benchmarks.workloads import drain, enqueueing, latency
+from benchmarks.workloads import drain, enqueueing, latency, scale
 
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
@@ -11,5 +11,6 @@ WORKLOADS: dict[str, Workload] = {
         *drain.WORKLOADS,
         *latency.WORKLOADS,
         *enqueueing.WORKLOADS,
+        *scale.WORKLOADS,
     )
 }
