@@ -99,8 +99,8 @@ def consume(dsn: str, stop: threading.Event, behind: threading.Event, handle: Ca
                 if messages:
                     client.ack(messages[0].batch_id)
             behind.clear()
-            if not messages:
-                for _ in client.conn.notifies(timeout=0.1, stop_after=1):
+            if not messages:  # nothing there, or a batch without events, behind which there may be another
+                for _ in client.conn.notifies(timeout=TICK_MS / 1000, stop_after=1):
                     pass
 
 
