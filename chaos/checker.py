@@ -78,7 +78,7 @@ def check(evidence: Evidence) -> list[Violation]:
     found += _check_tokens(lives.values())
     found += _check_pauses(evidence, lives.values())
     found += _check_rows(evidence, lives)
-    found += _check_keys(lives.values())
+    found += _check_keys(evidence, lives.values())
     found += _check_effects(evidence, lives)
     found += _check_alerts(evidence, lives)
     found += _check_acts(evidence, lives)
@@ -415,15 +415,16 @@ def _check_rows(evidence: Evidence, lives: dict[str, Life]) -> Iterator[Violatio
             )
 
 
-def _check_keys(lives: Iterable[Life]) -> Iterator[Violation]:
+def _check_keys(evidence: Evidence, lives: Iterable[Life]) -> Iterator[Violation]:
     """order: of one key one runs at a time, and a later event waits until the earlier one has ended."""
     keys: defaultdict[str, list[Life]] = defaultdict(list)
     for life in lives:
         if life.born.ordering_key is not None:
             keys[life.born.ordering_key].append(life)
+    told = {act.request: act.told for act in evidence.acts if act.told is not None}
     for key, its in keys.items():
         yield from _check_one_at_a_time(key, its)
-        yield from _check_order(key, its)
+        yield from _check_order(key, its, told)
 
 
 def _check_one_at_a_time(key: str, its: list[Life]) -> Iterator[Violation]:
@@ -436,30 +437,36 @@ def _check_one_at_a_time(key: str, its: list[Life]) -> Iterator[Violation]:
             yield Violation("order", second, f"ran at the same time as {first}, of the same key {key}")
 
 
-def _check_order(key: str, its: list[Life]) -> Iterator[Violation]:
+class Hold(NamedTuple):
+    """From which step to which an event kept later ones of its key waiting; seen by claims that began after *told*."""
+
+    since: int
+    until: int
+    told: float
+    life: Life
+
+
+def _check_order(key: str, its: list[Life], told: dict[str, float]) -> Iterator[Violation]:
     """Only of transactions that did not overlap: the earlier was acknowledged before the later was begun."""
     known = [life for life in its if life.wish is not None]
-    known.sort(key=lambda life: life.born.id)
-    waits: list[tuple[int, int, Life]] = []
-    for life in known:
-        waits += [(since, until, life) for since, until in _holds(life)]
-    waits.sort(key=lambda wait: wait[0])
-    claims = sorted((step.id, life) for life in known for verb, _, step in life.changes if verb == "claim")
+    holds = sorted((hold for life in known for hold in _holds(life, told)), key=lambda hold: hold.since)
+    claims = [(step, life) for life in known for verb, _, step in life.changes if verb == "claim"]
+    claims.sort(key=lambda claim: claim[0].id)
     # All that is unfinished at the moment of each claim; few at any time, since a key drains in order.
     position = 0
-    unfinished: list[tuple[int, int, Life]] = []
-    for at, later in claims:
-        while position < len(waits) and waits[position][0] < at:
-            unfinished.append(waits[position])
+    unfinished: list[Hold] = []
+    for claim, later in claims:
+        while position < len(holds) and holds[position].since < claim.id:
+            unfinished.append(holds[position])
             position += 1
-        unfinished = [wait for wait in unfinished if wait[1] > at]
-        for _, _, earlier in unfinished:
-            if earlier is later or not _before(earlier, later):
+        unfinished = [hold for hold in unfinished if hold.until > claim.id]
+        for hold in unfinished:
+            if hold.life is later or hold.told > claim.began or not _before(hold.life, later):
                 continue
             yield Violation(
                 "order",
                 later.event,
-                f"was claimed before {earlier.event}, the earlier one of key {key}, had ended",
+                f"was claimed before {hold.life.event}, the earlier one of key {key}, had ended",
             )
 
 
@@ -470,20 +477,20 @@ def _before(earlier: Life, later: Life) -> bool:
     return acked is not None and acked < later.wish.intended and len(earlier.wish.events) == 1
 
 
-def _holds(life: Life) -> Iterator[tuple[int, int]]:
-    """From which step to which the event kept later ones of its key waiting."""
+def _holds(life: Life, told: dict[str, float]) -> Iterator[Hold]:
     since: int | None = life.born.id
+    visible = -math.inf
     for verb, _, step in life.changes:
         waits = step.status in ("PENDING", "RETRYING", "RUNNING") or (
             step.status == "DEAD_LETTERED" and life.born.holds_key is True
         )
         if since is not None and not waits:
-            yield since, step.id
+            yield Hold(since, step.id, visible, life)
             since = None
         elif since is None and waits and verb == "replay":
-            since = step.id
+            since, visible = step.id, told.get(step.request or "", math.inf)
     if since is not None:
-        yield since, 1 << 62
+        yield Hold(since, 1 << 62, visible, life)
 
 
 def _check_effects(evidence: Evidence, lives: dict[str, Life]) -> Iterator[Violation]:

@@ -94,6 +94,7 @@ class Act(NamedTuple):
     events: tuple[str, ...]
     request: str
     result: str | None
+    told: float | None = None
 
 
 class Pause(NamedTuple):
@@ -219,7 +220,9 @@ def _acts(directory: Path) -> Iterator[Act]:
                     line["t"], line["verb"], tuple(line["events"]), line["request"], None
                 )
             elif line["what"] == "result":
-                acts[line["request"]] = acts[line["request"]]._replace(result=line["result"])
+                acts[line["request"]] = acts[line["request"]]._replace(
+                    result=line["result"], told=line["t"] if line["result"] != "unknown" else None
+                )
         yield from acts.values()
 
 

@@ -55,7 +55,7 @@ KINDS = {
     "lock-rows": Kind("sessions", 3, 0.3, 3.0),
     "hold-xmin": Kind("sessions", 1, 5.0, 40.0),
 }
-GAPS = {"processes": 1.2, "database": 3.0, "network": 1.5, "sentry": 2.0, "sessions": 3.0}
+GAPS = {"processes": 2.0, "database": 3.0, "network": 1.5, "sentry": 2.0, "sessions": 3.0}
 """Leases between the end of one fault and the beginning of the next of the same lane, on average."""
 
 

@@ -36,8 +36,8 @@ TOPICS = {
     "hangs": Topic(6, max_attempts=2, timed=True),
     "hangs in a thread": Topic(4, max_attempts=2, timed=True),
     "stubborn": Topic(4, max_attempts=2, timed=True),
-    "kills": Topic(3, max_attempts=2),
-    "kills in a thread": Topic(2, max_attempts=2),
+    "kills": Topic(1, max_attempts=2),
+    "kills in a thread": Topic(1, max_attempts=2),
 }
 
 CANARY = "kAnArI"

@@ -161,7 +161,8 @@ class Story:
 
     def replay(self, event: str, request: str = "r1", *, result: str | None = "done", **values: Any) -> Story:
         self._tick()
-        self.evidence.acts.append(Act(self.now, "replay", (event,), request, result))
+        told = None if result in (None, "unknown") else self.now + 0.1
+        self.evidence.acts.append(Act(self.now, "replay", (event,), request, result, told))
         given: dict[str, Any] = {
             "token": None,
             "attempts": 0,

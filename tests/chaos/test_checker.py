@@ -393,6 +393,19 @@ def test_a_dead_letter_holds_its_key_or_lets_it_go(story: Story):
     assert story.rules() == {"order"}
 
 
+def test_a_replayed_event_goes_first_again(story: Story):
+    """From the operator's answer on: a claim that had begun before could not know of it."""
+    for key, late in (("k", False), ("l", True)):
+        a, b = f"a {key}", f"b {key}"
+        story.enqueue(a, "ordered", ordering_key=key, holds_key=False).enqueue(b, "ordered", ordering_key=key)
+        story.die(a).claim(b).run(b, "transient").fail(b)
+        begun = story.now
+        story.replay(a, f"request {key}")
+        story.claim(b, began=story.now + 0.1 if late else begun).run(b).complete(b).work(a)
+
+        assert story.rules() == ({"order"} if late else set())
+
+
 def test_a_key_waits_for_the_retry_of_its_head(story: Story):
     story.enqueue("a", "ordered", ordering_key="k").enqueue("b", "ordered", ordering_key="k")
     story.claim("a").run("a", "transient").fail("a").work("b").work("a")
