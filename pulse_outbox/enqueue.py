@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID
 
 from pulse_outbox.connections import Ask, Copy, Errand, Row, Steps, raise_explained
@@ -58,13 +58,15 @@ def encode_event(
 
     *trace*: the headers of the active span, where the caller has asked already.
     """
+    if trace is None:
+        trace = current_trace_headers()
     headers = encode_headers(event.headers, max_payload_bytes)
     return EncodedEvent(
         event.topic,
         encode_payload(event.payload, max_payload_bytes),
         event.idempotency_key,
         event.ordering_key,
-        add_trace(event.headers, headers, current_trace_headers() if trace is None else trace),
+        add_trace(event.headers, headers, trace) if trace else headers,
         event.priority,
         event.run_at,
         None if event.delay is None else as_timedelta("delay", event.delay),
@@ -155,23 +157,10 @@ def _event_as_json(event: EncodedEvent) -> str:
     return f'{given[:-1]}, "headers": {event.headers}, "payload": {event.payload}}}'
 
 
-# Exactly the columns that a producer may insert into. next_run_at stands last because it may be left out.
-_COPY_COLUMNS = (
-    ("event_id", "uuid"),
-    ("topic", "text"),
-    ("payload", "jsonb"),
-    ("headers", "jsonb"),
-    ("source", "text"),
-    ("target", "text"),
-    ("idempotency_key", "text"),
-    ("ordering_key", "text"),
-    ("priority", "int2"),
-    ("generation", "int8"),
-    ("producer_max_attempts", "int4"),
-    ("holds_key", "bool"),
-    ("parked", "bool"),
-    ("next_run_at", "timestamptz"),
-)
+class _Column(NamedTuple):
+    name: str
+    kind: str
+    values: Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,34 +171,43 @@ class CopyPlan:
     timed: bool
 
     def into(self, schema: str, now: datetime | None) -> Copy:
-        # Left out, the column's default says now; COPY can't say that for some rows only.
-        columns = _COPY_COLUMNS if self.timed else _COPY_COLUMNS[:-1]
-        return Copy(schema, "outbox", columns, lambda json: self.rows(now, json))
+        """*now* is the database's time, given if the plan is timed."""
+        columns = self._columns(now)
 
-    def rows(self, now: datetime | None, json: Callable[[str], object]) -> Iterator[tuple[object, ...]]:
-        """The rows to copy; *now* is the database's time, given if the plan is timed. *json* makes a value of JSON."""
-        keys: set[str] = set()
-        for event in self.events:
-            # Within the batch, a later event of a key waits for the earlier ones.
-            parked = event.ordering_key in keys
-            if event.ordering_key is not None:
-                keys.add(event.ordering_key)
-            row = (
-                event.event_id,
-                event.topic,
-                json(event.payload),
-                json(event.headers),
-                event.source,
-                event.target,
-                str(event.event_id),
-                event.ordering_key,
-                event.priority,
-                event.generation,
-                event.max_attempts,
-                event.dead_key == "hold",
-                parked,
+        def rows(json: Callable[[str], object]) -> Iterator[Row]:
+            return zip(
+                *(map(json, c.values) if c.kind == "jsonb" else c.values for c in columns), strict=True
             )
-            yield row if now is None else (*row, _next_run_at(event, now))
+
+        return Copy(schema, "outbox", [(column.name, column.kind) for column in columns], rows)
+
+    def _columns(self, now: datetime | None) -> list[_Column]:
+        """What to write. A column that would hold its default in every row is left out: most are, mostly."""
+        of = dict(zip(EncodedEvent._fields, zip(*self.events, strict=True), strict=True))
+        given = [
+            _Column("event_id", "uuid", of["event_id"]),
+            _Column("topic", "text", of["topic"]),
+            _Column("payload", "jsonb", of["payload"]),
+            _Column("idempotency_key", "text", list(map(str, of["event_id"]))),
+        ]
+        optional = [
+            (_Column("headers", "jsonb", of["headers"]), "{}"),
+            (_Column("source", "text", of["source"]), None),
+            (_Column("target", "text", of["target"]), None),
+            (_Column("ordering_key", "text", of["ordering_key"]), None),
+            (_Column("priority", "int2", of["priority"]), 0),
+            (_Column("generation", "int8", of["generation"]), 0),
+            (_Column("producer_max_attempts", "int4", of["max_attempts"]), None),
+            (_Column("holds_key", "bool", [dead_key == "hold" for dead_key in of["dead_key"]]), True),
+            (_Column("parked", "bool", _waits(of["ordering_key"])), False),
+        ]
+        if now is not None:
+            # Left out, the column's default says now; COPY can't say that for some rows only.
+            given.append(
+                _Column("next_run_at", "timestamptz", [_next_run_at(event, now) for event in self.events])
+            )
+        number = len(self.events)
+        return given + [column for column, default in optional if column.values.count(default) < number]
 
     def topics(self) -> list[str]:
         return sorted({event.topic for event in self.events})
@@ -219,6 +217,16 @@ def plan_copy(events: Sequence[EncodedEvent]) -> CopyPlan:
     """How to COPY these events."""
     timed = any(event.run_at is not None or event.delay is not None for event in events)
     return CopyPlan(events=events, timed=timed)
+
+
+def _waits(keys: Sequence[str | None]) -> list[bool]:
+    """Within the batch, a later event of a key waits for the earlier ones."""
+    seen: set[str | None] = {None}
+    parked = []
+    for key in keys:
+        parked.append(key is not None and key in seen)
+        seen.add(key)
+    return parked
 
 
 def _next_run_at(event: EncodedEvent, now: datetime) -> datetime:

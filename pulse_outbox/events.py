@@ -439,6 +439,7 @@ class Uuid7Source:
         self._lock = threading.Lock()
         self._millisecond = -1
         self._tail = 0
+        self._drawn = b""
 
     def __call__(self) -> UUID:
         with self._lock:
@@ -446,15 +447,22 @@ class Uuid7Source:
             if millisecond > self._millisecond:
                 self._millisecond = millisecond
                 # The top bit stays free, so that increments have room.
-                self._tail = int.from_bytes(self._entropy(10)) >> 7
+                self._tail = int.from_bytes(self._draw(10)) >> 7
             else:
-                self._tail += 1 + int.from_bytes(self._entropy(4))
+                self._tail += 1 + int.from_bytes(self._draw(4))
                 if self._tail >> 74:
                     self._millisecond += 1
-                    self._tail = int.from_bytes(self._entropy(10)) >> 7
+                    self._tail = int.from_bytes(self._draw(10)) >> 7
             high = self._millisecond << 16 | 0x7000 | self._tail >> 62
             low = 0b10 << 62 | self._tail & (1 << 62) - 1
         return UUID(int=high << 64 | low)
+
+    def _draw(self, number: int) -> bytes:
+        """Random bytes, asked of the system by the hundred."""
+        if len(self._drawn) < number:
+            self._drawn = self._entropy(400)
+        drawn, self._drawn = self._drawn[:number], self._drawn[number:]
+        return drawn
 
 
 uuid7 = Uuid7Source()
