@@ -41,8 +41,12 @@ class Report:
 
     def settled(self, outcomes: Sequence[Outcome], answers: Mapping[UUID, Answer]) -> None:
         """Results are stored, or refused."""
+        turn_given = False
         for outcome in outcomes:
             self._settled(outcome, answers.get(outcome.job.claim.event_id) if answers else None)
+            turn_given = turn_given or outcome.job.claim.ordering_key is not None
+        if turn_given:
+            self._due_in(0)  # the next event of its key can run
 
     def _settled(self, outcome: Outcome, answer: Answer | None) -> None:
         if answer == "lost" or (isinstance(outcome, Over) and outcome.lost):
