@@ -85,8 +85,7 @@ def produce(dsn: str, acknowledged: list[uuid.UUID]) -> None:
     """One event after the other until the server is gone; those that it has answered for are noted."""
     with contextlib.suppress(psycopg.OperationalError), psycopg.connect(dsn, autocommit=True) as conn:
         while True:
-            [event_id] = conn.execute("select pulse.outbox_enqueue('mail.send', '{}')").fetchone() or [None]
-            acknowledged.append(event_id)
+            acknowledged += conn.execute("select pulse.outbox_enqueue('mail.send', '{}')").fetchone() or ()
 
 
 @follows("database-failover", "role", "promote", "pause-all", "resume-all", "outcome")
