@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from uuid import UUID
 from pydantic import BaseModel
 from pydantic_core import from_json, to_json, to_jsonable_python
 
-from pulse_outbox.errors import EnqueueError, OutboxError
+from pulse_outbox.errors import EnqueueError, OutboxError, SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -191,6 +192,20 @@ class EventOptions(TypedDict, total=False):
     target: str | None
     event_id: UUID | None
     dead_key: Literal["hold", "skip"]
+
+
+def check_schema_name(schema: str) -> str:
+    """The name itself, if it may be a schema of ours; it becomes part of SQL text, so little is allowed."""
+    if (
+        not re.fullmatch(r"[a-z_][a-z0-9_]{0,40}", schema)
+        or schema.startswith("pg_")
+        or schema == "information_schema"
+    ):
+        raise SettingsError(
+            f"{schema[:60]!r} can't be the schema's name: lower-case letters, digits and underscores, "
+            "not starting with a digit or pg_, at most 41 characters"
+        )
+    return schema
 
 
 def as_timedelta(name: str, value: object, complaint: type[OutboxError] = EnqueueError) -> timedelta:

@@ -25,7 +25,7 @@ if typing.TYPE_CHECKING:
     from datetime import timedelta
 
 Function = Callable[[Event[Any]], Any]
-Completed = Literal["keep", "delete"]
+WhenCompleted = Literal["keep", "delete"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Handler:
     """Seconds."""
     concurrency: int | None
     transactional: bool
-    completed: Completed
+    completed: WhenCompleted
 
     def decode(self, text: str | bytes) -> Any:
         """The payload, from the row's JSON text; whatever goes wrong is a PayloadError that holds no value of it."""
@@ -70,7 +70,7 @@ def make_handler(
     timeout: float | timedelta | None = None,
     concurrency: int | None = None,
     transactional: bool = False,
-    completed: Completed = "keep",
+    completed: WhenCompleted = "keep",
     local_names: Mapping[str, object] | None = None,
 ) -> Handler:
     """Checks a registration and gives it its payload type.

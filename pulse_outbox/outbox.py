@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import re
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pulse_outbox.errors import SettingsError
-from pulse_outbox.events import DEFAULT_MAX_PAYLOAD_BYTES, Event, EventOptions, NewEvent
-from pulse_outbox.handlers import Completed, Handler, make_handler
+from pulse_outbox.events import DEFAULT_MAX_PAYLOAD_BYTES, Event, EventOptions, NewEvent, check_schema_name
+from pulse_outbox.handlers import Handler, WhenCompleted, make_handler
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -46,7 +45,7 @@ class Outbox:
         redact: Redact | None = None,
         on_dead_letter: Callable[..., Any] | None = None,
     ) -> None:
-        self.schema = _check_schema_name(schema or os.environ.get("PULSE_OUTBOX_SCHEMA") or "pulse")
+        self.schema = check_schema_name(schema or os.environ.get("PULSE_OUTBOX_SCHEMA") or "pulse")
         if type(max_payload_bytes) is not int or not 1 <= max_payload_bytes <= MAX_PAYLOAD_BYTES_LIMIT:
             raise SettingsError(f"max_payload_bytes must be between 1 and {MAX_PAYLOAD_BYTES_LIMIT:,}")
         self.max_payload_bytes = max_payload_bytes
@@ -63,7 +62,7 @@ class Outbox:
 
     def use_schema(self, schema: str) -> None:
         """Moves this outbox, handlers and enqueue alike, to another schema: what `run --schema` does at start."""
-        self.schema = _check_schema_name(schema)
+        self.schema = check_schema_name(schema)
 
     # Registration
 
@@ -80,7 +79,7 @@ class Outbox:
         timeout: float | timedelta | None = None,
         concurrency: int | None = None,
         transactional: bool = False,
-        completed: Completed = "keep",
+        completed: WhenCompleted = "keep",
     ) -> Callable[[F], F]:
         """Registers the decorated function, plain or async, for a topic and returns it unchanged.
 
@@ -245,16 +244,3 @@ class Outbox:
         if handler is None:
             raise SettingsError(f"first_time: this outbox has no handler of {event.topic!r}; give a name=")
         return handler.name
-
-
-def _check_schema_name(schema: str) -> str:
-    if (
-        not re.fullmatch(r"[a-z_][a-z0-9_]{0,40}", schema)
-        or schema.startswith("pg_")
-        or schema == "information_schema"
-    ):
-        raise SettingsError(
-            f"{schema[:60]!r} can't be the schema's name: lower-case letters, digits and underscores, "
-            "not starting with a digit or pg_, at most 41 characters"
-        )
-    return schema

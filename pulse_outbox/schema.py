@@ -26,6 +26,7 @@ from psycopg.rows import tuple_row
 
 from pulse_outbox import __version__
 from pulse_outbox.errors import SchemaError, SettingsError
+from pulse_outbox.events import check_schema_name as check_schema_name
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -105,18 +106,6 @@ def _migrations_folder() -> Traversable:
 
 
 # The schema's name
-
-
-def check_schema_name(schema: str) -> str:
-    """The name itself, if it may be a schema of ours; it becomes part of SQL text, so little is allowed."""
-    if not re.fullmatch(r"[a-z_][a-z0-9_]{0,40}", schema) or schema.startswith("pg_"):
-        raise SettingsError(
-            f"{schema[:60]!r} can't be the schema's name: lower-case letters, digits and underscores, "
-            "not starting with a digit or pg_, at most 41 characters"
-        )
-    if schema == "information_schema":
-        raise SettingsError("information_schema belongs to PostgreSQL: choose another schema name")
-    return schema
 
 
 # Whole words only: the command pulse-outbox and the package pulse_outbox keep their names.

@@ -372,29 +372,6 @@ class Store:
             p_now=now,
         )
 
-    async def discard(
-        self, event_id: UUID, *, reason: str, discarded_by: str, now: datetime | None = None
-    ) -> None:
-        """PENDING, RETRYING or DEAD_LETTERED → DISCARDED."""
-        await self._call(
-            "outbox_discard",
-            self._storage,
-            event_id=event_id,
-            p_reason=reason,
-            p_discarded_by=discarded_by,
-            p_request=uuid4(),
-            p_now=now,
-        )
-
-    async def pause(self, topic: str | None, *, reason: str, by: str, now: datetime | None = None) -> None:
-        """No claim of this topic, or of any, from now on."""
-        await self._call("outbox_pause", self._storage, p_topic=topic, p_reason=reason, p_by=by, p_now=now)
-
-    async def resume(self, topic: str | None, *, by: str) -> bool:
-        """Ends a pause; True when there was one."""
-        [(there_was_one,)] = await self._call("outbox_resume", self._storage, p_topic=topic, p_by=by)
-        return bool(there_was_one)
-
     async def prune(
         self,
         *,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CHUNK = 5000
 """Leases that one statement extends."""
-LOCKED_PAUSE = 0.5
+LOCKED_BEAT_PAUSE = 0.5
 FAILED_PAUSE = 1.0
 WATCH_INTERVAL = 0.25
 
@@ -136,7 +136,7 @@ class Heart:
                     locked += await self._extend(store, group[first : first + CHUNK])
             if not locked or time.monotonic() > give_up_at:
                 return
-            await asyncio.sleep(LOCKED_PAUSE)
+            await asyncio.sleep(LOCKED_BEAT_PAUSE)
             jobs = [job for job in locked if job in self._in_flight]
 
     async def _extend(self, store: Store, jobs: list[Job]) -> list[Job]:

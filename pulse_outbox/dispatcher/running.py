@@ -174,12 +174,7 @@ class Runner:
         return Failed(
             job,
             text,
-            {
-                "handler": handler.name,
-                "error_class": verdict.error_class,
-                "verdict": verdict.kind,
-                "rule": verdict.rule,
-            },
+            verdict.record(handler.name),
             handler.retry.delay(claim.attempts, self._random),
             verdict.kind == "terminal",
         )

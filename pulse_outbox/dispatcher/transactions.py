@@ -12,6 +12,7 @@ from psycopg import sql
 from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
 
+from pulse_outbox.dispatcher.settling import LOCKED_PAUSE
 from pulse_outbox.link import CALL_TIMEOUT, connection_string, shut_down
 from pulse_outbox.storage_retry import loses_connection
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 POOL_SIZE = 10
 PATIENCE = 5.0
 """How long to wait for a connection, or for a row that somebody else has locked, in seconds."""
-LOCKED_PAUSE = 0.05
 DEADLINE = CALL_TIMEOUT.total_seconds()
 _IS_READ_ONLY = "select current_setting('transaction_read_only')"
 

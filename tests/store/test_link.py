@@ -267,8 +267,6 @@ async def test_our_sqlstates_become_our_exceptions(table: Table, open_store):
         await store.replay(event_id, generation=0, replayed_by="test")
     with pytest.raises(BadArgument):
         await store.replay(event_id, generation=-1, replayed_by="test")
-    with pytest.raises(BadArgument):
-        await store.discard(event_id, reason="", discarded_by="test")
 
 
 async def test_a_replay_whose_answer_is_lost_is_no_error(dsn, table: Table, open_store):
