@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from chaos import evidence, faults, figures, mutants
+from chaos import evidence, faults, figures, mutants, trials
 from chaos.checker import check
 from chaos.rig import Rig, Settings
 
@@ -23,6 +23,8 @@ MS_REC, MS_PRIVATE = 0x4000, 1 << 18
 
 def main(arguments: list[str]) -> int:
     args = _arguments(arguments)
+    if args.mutants is not None:
+        return trials.run(args.mutants)
     seconds = args.minutes * 60
     try:
         kinds = faults.chosen(args.mix, dear=seconds >= 120)
@@ -39,6 +41,7 @@ def main(arguments: list[str]) -> int:
         rate=args.rate,
         drain_within=args.drain_within,
         mutant=args.mutant,
+        topics=args.topics,
         directory=directory,
         dispatchers=args.dispatchers,
         may_mount=own_mounts,
@@ -98,8 +101,15 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--lease", type=float, default=3, help="the dispatchers' lease in seconds")
     parser.add_argument("--rate", type=float, default=15, help="transactions per second of each producer")
     parser.add_argument("--drain-within", type=float, default=180, help="seconds after the last fault")
+    parser.add_argument("--topics", default="", help="only these, with their weights: fast=10,kills=1")
     parser.add_argument(
         "--mutant", default="", choices=["", *mutants.MUTANTS], help="break the product first"
+    )
+    parser.add_argument(
+        "--mutants",
+        nargs="*",
+        metavar="NAME",
+        help="the test of the checker: each of these mutants (or all) must be caught, and the product must pass",
     )
     parser.add_argument(
         "--evidence", help="a directory for it, which is kept (default: a new one, kept on violations)"

@@ -12,6 +12,7 @@ import functools
 import inspect
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ import psycopg
 import psycopg_pool.pool
 from pydantic import BaseModel, ValidationError
 
-from chaos import mutants
+from chaos import alive, mutants
 from chaos.journal import Journal
 from chaos.points import Points
 from chaos.topics import TOPICS
@@ -41,6 +42,8 @@ DIRECTORY = Path(os.environ["CHAOS_DIR"])
 journal = Journal(DIRECTORY / f"handlers-{WHO}-{os.getpid()}.jsonl")
 points = Points(DIRECTORY / f"orders-{WHO}", journal)
 points.wrap_store()
+if Path(sys.argv[0]).name == "cli.py":  # not in children: their parent beats for them
+    alive.write_down_when_it_is_well(DSN, DIRECTORY / f"alive-{WHO}.txt")
 mutants.patch(os.environ.get("CHAOS_MUTANT", ""))
 
 

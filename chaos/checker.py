@@ -7,11 +7,13 @@ steps of its row in order, each with the verb of the state machine that it must 
 from __future__ import annotations
 
 import math
-from bisect import bisect
+from bisect import bisect, bisect_right
 from collections import defaultdict
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from chaos.alive import longest_gap
+from chaos.faults import KINDS
 from chaos.topics import TOPICS
 
 if TYPE_CHECKING:
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
     from chaos.evidence import Evidence, Run, Step, Wish
 
 ENDED = frozenset({"COMPLETED", "DEAD_LETTERED", "DISCARDED"})
+CUTS_SOMEBODY_OFF = ("exhaust", "full-disk", "failover")
+"""Faults of the database after which a living dispatcher may be without a connection that works for a while."""
+CALL_DEADLINE = 15.0
+"""How long a dispatcher waits for an answer, in seconds."""
 TOLERANCE = 0.05
 """Seconds by which two processes may disagree about the order of things that they did at the same time."""
 
@@ -77,6 +83,8 @@ def check(evidence: Evidence) -> list[Violation]:
         found += _check_end(life)
     found += _check_tokens(lives.values())
     found += _check_pauses(evidence, lives.values())
+    found += _check_leases(evidence, lives.values())
+    found += _check_hold(evidence, lives.values())
     found += _check_rows(evidence, lives)
     found += _check_keys(evidence, lives.values())
     found += _check_effects(evidence, lives)
@@ -268,6 +276,8 @@ def _wrong_result(life: Life, verb: str, before: Step, step: Step) -> str:
         # Started and given back: only when it was cancelled by a shutdown, and never under a budget of one.
         cancelled = outcome == "transient" and before.max_attempts != 1
         return "" if run is None or cancelled else "released"
+    if verb == "fail" and outcome == "terminal" and step.status != "DEAD_LETTERED":
+        return "goes on"
     if verb == "fail" and step.verdict == "terminal":
         bad = run is None and life.wish is not None and life.wish.bad
         return "" if outcome == "terminal" or bad else "failed as terminal"
@@ -374,6 +384,54 @@ def _check_tokens(lives: Iterable[Life]) -> Iterator[Violation]:
             if start < end:
                 yield Violation(
                     "claim", "", f"a second call with token {token} took more while the first held some"
+                )
+
+
+def _check_leases(evidence: Evidence, lives: Iterable[Life]) -> Iterator[Violation]:
+    """lease: who lives and reaches the database keeps his leases, whatever his handlers do, also after an outage."""
+    if not evidence.lease:
+        return
+    cut_off = [
+        (fault.at, fault.at + fault.values["seconds"])
+        for fault in evidence.faults
+        if fault.kind == "fault" and (kind := fault.values["fault"]) in KINDS
+        if KINDS[kind].lane in ("network", "sessions") or kind in CUTS_SOMEBODY_OFF
+    ]
+    for life in lives:
+        for verb, before, step in life.changes:
+            if verb != "reap" or before.lease_until is None:
+                continue
+            beaten = before.lease_until - evidence.lease
+            # A call that was cut off is noticed by its deadline, and goes on being tried.
+            if any(
+                begun - TOLERANCE < step.at and beaten < ended + CALL_DEADLINE for begun, ended in cut_off
+            ):
+                continue
+            gap = longest_gap(evidence.alive.get(before.locked_by or "", []), beaten, before.lease_until)
+            if gap < evidence.lease / 3:
+                yield Violation(
+                    "lease",
+                    life.event,
+                    f"lease {before.lease_seq} was not kept by {before.locked_by}, who lived all the time",
+                )
+
+
+def _check_hold(evidence: Evidence, lives: Iterable[Life]) -> Iterator[Violation]:
+    """hold: when nobody has swept for a while, nothing is reaped for one lease, so that the living can report first."""
+    sweeps = sorted(evidence.sweeps)
+    swept_in = {sweep.transaction: sweep.at for sweep in sweeps}
+    times = [sweep.at for sweep in sweeps]
+    after_silence = times[:1] + [
+        later for earlier, later in pairwise(times) if later - earlier > evidence.lease * 2 / 3 + TOLERANCE
+    ]
+    for life in lives:
+        for verb, _, step in life.changes:
+            if verb != "reap" or (at := swept_in.get(step.transaction)) is None:
+                continue
+            number = bisect_right(after_silence, at)
+            if number and at < after_silence[number - 1] + evidence.lease - TOLERANCE:
+                yield Violation(
+                    "hold", life.event, f"lease {step.lease_seq} was reaped right after a silence"
                 )
 
 

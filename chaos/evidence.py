@@ -113,6 +113,13 @@ class Fault(NamedTuple):
     values: dict[str, Any]
 
 
+class Sweep(NamedTuple):
+    """One look of a watchdog, on the clock of the journals."""
+
+    at: float
+    transaction: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """Everything that the checker may look at."""
@@ -124,6 +131,7 @@ class Evidence:
     acts: list[Act] = field(default_factory=list)
     pauses: list[Pause] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    sweeps: list[Sweep] = field(default_factory=list)
     rows: dict[str, str] = field(default_factory=dict)
     """The outbox at the end: event and status."""
     effects: list[tuple[str, str]] = field(default_factory=list)
@@ -134,6 +142,10 @@ class Evidence:
     """Places where a secret was found that should hold none."""
     tracebacks: list[str] = field(default_factory=list)
     """Logs of dispatchers in which Python complains about something that nobody caught."""
+    alive: dict[str, list[float]] = field(default_factory=dict)
+    """Dispatcher → moments at which its process ran and reached the database."""
+    lease: float = 0.0
+    """The dispatchers' lease in seconds."""
     drained_in: float | None = 0.0
     """Seconds from the end of the faults until nothing was left to do; None: never."""
 
@@ -153,11 +165,17 @@ def load(directory: Path) -> Evidence:
         acts=list(_acts(directory)),
         pauses=list(_pauses(directory)),
         faults=list(_faults(directory)),
+        sweeps=[
+            Sweep(row["at"] - facts["clock"], row["transaction"])
+            for row in journal.read(tables / "sweep.jsonl")
+        ],
         rows={row["event_id"]: row["status"] for row in journal.read(tables / "outbox.jsonl")},
         effects=[(row["event_id"], row["kind"]) for row in journal.read(tables / "effect.jsonl")],
         business=frozenset(row["event_id"] for row in journal.read(tables / "business.jsonl")),
         canaries=facts["canaries"],
         tracebacks=facts["tracebacks"],
+        alive=_alive(directory),
+        lease=facts["lease"],
         drained_in=facts["drained_in"],
     )
 
@@ -209,6 +227,14 @@ def _runs(directory: Path) -> Iterator[Run]:
                 run = open_runs.pop((line["event"], line["lease_seq"]))
                 yield run._replace(ended=line["t"], outcome=line["outcome"])
         yield from open_runs.values()
+
+
+def _alive(directory: Path) -> dict[str, list[float]]:
+    """The last line may be cut off."""
+    return {
+        path.stem.removeprefix("alive-"): [float(line) for line in path.read_text().split("\n")[:-1]]
+        for path in directory.glob("alive-*.txt")
+    }
 
 
 def _acts(directory: Path) -> Iterator[Act]:

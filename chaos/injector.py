@@ -48,6 +48,7 @@ class Injector:
             self._rig.skipped[fault.kind] = undo
             return
         self.counts[fault.kind] += 1
+        self._note("fault", fault=fault.kind, seconds=fault.seconds)
         if undo is not None:
             number = id(fault)
             self._undo[number] = undo

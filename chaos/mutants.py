@@ -1,8 +1,9 @@
 """Mutants: faults put into the product on purpose. The checker must find each of them.
 
 A mutant is any number of replacements in the SQL functions of the migrated database (`changes`, applied by the rig
-after `migrate`) and of patches in Python (`patch`, applied in every dispatcher and in the children of dispatchers).
-`python3 dev.py chaos --mutant NAME` runs with one of them and must end with a violation.
+after `migrate`) and of patches in Python (`patch`, applied in dispatchers, their children and producers). The course
+is the run in which it shows: `python3 dev.py chaos --mutants` runs every course without a mutant, which must pass, and
+then with each of its mutants, which must not.
 """
 
 from __future__ import annotations
@@ -10,10 +11,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from chaos import broken
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import psycopg
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """One run of the rig, short enough to be repeated for every mutant."""
+
+    mix: str
+    topics: str = ""
+    seconds: float = 20
+    lease: float = 3
+    drain_within: float = 180
+    seed: int = 1
+
+
+COURSES = {
+    "calm": Course(mix="none"),
+    "poison": Course(mix="none", topics="fast=30,kills=2,kills in a thread=1", lease=1.5, seconds=30),
+    "outages": Course(mix="freeze,kill-dispatcher", lease=2, seconds=40),
+    "stops": Course(mix="stop-dispatcher,kill-dispatcher", lease=2, seconds=30),
+    "deploys": Course(mix="deploy", lease=2, seconds=30),
+    "lost answers": Course(mix="lose,reset", seconds=30),
+    "sentry": Course(mix="sentry,kill-dispatcher", lease=2, seconds=30),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,26 +50,175 @@ class Mutant:
     """What a user would see of it."""
     noticed_by: tuple[str, ...]
     """Names of rules; one of them must be among the violations."""
+    course: str
     changes: tuple[tuple[str, str, str], ...] = ()
     """Function, what it says, what it says now."""
     before: str = ""
     """SQL that is executed before the changes."""
     patch: Callable[[], None] | None = None
-    """Called in every process that runs handlers, before anything else."""
-    mix: str = "all"
-    """The faults under which it shows soonest, as --mix takes them."""
+    """Called in every process that runs the product, before anything else."""
 
+
+# Remembers the attempts that each claim began with, for a fence that compares those.
+ATTEMPTS_OF_A_CLAIM = """
+create table pulse.claimed_attempts (event_id uuid, token uuid, attempts integer, primary key (event_id, token));
+create function pulse.remember_attempts() returns trigger language plpgsql security definer as $$
+begin
+  insert into pulse.claimed_attempts values (new.event_id, new.claim_token, new.attempts)
+    on conflict (event_id, token) do update set attempts = excluded.attempts;
+  return null;
+end
+$$;
+create trigger remember after update on pulse.outbox for each row
+  when (new.status = 'RUNNING' and old.status <> 'RUNNING') execute function pulse.remember_attempts();
+"""
+SAME_ATTEMPTS = (
+    "o.attempts = (select m.attempts from pulse.claimed_attempts m"
+    " where m.event_id = c.event_id and m.token = c.token)"
+)
+HEAD_OF_THE_DEAD = "(h.status = 'DEAD_LETTERED' and h.holds_key)"
 
 MUTANTS: dict[str, Mutant] = {
     "no fence": Mutant(
         why="a worker whose lease was reaped stores its result over that of its successor",
-        noticed_by=("fence",),
+        noticed_by=("fence", "result"),
+        course="stops",
         changes=(
             ("lock_claimed", "o.claim_token = c.token", "true"),
             ("answers", "when o.claim_token is distinct from c.token then 'lost'", ""),
         ),
     ),
-}
+    "attempts as the fence": Mutant(
+        why="attempts repeat themselves after a refund or a replay, and with them the right to write",
+        noticed_by=("fence", "result"),
+        course="stops",
+        before=ATTEMPTS_OF_A_CLAIM,
+        changes=(
+            ("lock_claimed", "o.claim_token = c.token", SAME_ATTEMPTS),
+            ("answers", "o.claim_token is distinct from c.token", f"not coalesce({SAME_ATTEMPTS}, false)"),
+        ),
+    ),
+    "claim is not idempotent": Mutant(
+        why="a claim whose answer was lost takes other jobs, and forgets the first ones until they lapse",
+        noticed_by=("claim",),
+        course="lost answers",
+        changes=(("outbox_claim", "if not p_fresh and exists", "if false and exists"),),
+    ),
+    "no read-back": Mutant(
+        why="a completion whose answer was lost counts as a lost lease, and the job is run again",
+        noticed_by=("claim",),
+        course="lost answers",
+        changes=(("outbox_complete", "'{COMPLETED}'", "'{}'"),),
+        patch=broken.run_again_what_was_lost,
+    ),
+    "release gives back two attempts": Mutant(
+        why="every deployment makes budgets larger",
+        noticed_by=("state machine",),
+        course="deploys",
+        changes=(("release_locked", "o.attempts - 1", "greatest(0, o.attempts - 2)"),),
+    ),
+    "a lapse alone is given back": Mutant(
+        why="a job that kills its worker does so for ever",
+        noticed_by=("state machine",),
+        course="poison",
+        changes=(("record_failure", "not o.alone and o.max_attempts > 1", "o.max_attempts > 1"),),
+    ),
+    "a lapse in company is not given back": Mutant(
+        why="innocents die with the worker that somebody else has killed",
+        noticed_by=("state machine",),
+        course="stops",
+        changes=(("record_failure", "not o.alone and o.max_attempts > 1", "false"),),
+    ),
+    "plain subquery claim": Mutant(
+        why="two dispatchers run the same job at once",
+        noticed_by=("state machine", "fence"),
+        course="calm",
+        changes=(
+            ("take", "for update skip locked", ""),
+            (
+                "outbox_claim",
+                "where o.ctid = any (v_rows)",
+                "where o.event_id in (select p.event_id from pulse.outbox p where p.ctid = any (v_rows))",
+            ),
+        ),
+    ),
+    "alert only in memory": Mutant(
+        why="nobody hears of a death when Sentry is away or the dispatcher is killed",
+        noticed_by=("alert",),
+        course="sentry",
+        patch=broken.pay_alerts_first,
+    ),
+    "heartbeat in the event loop": Mutant(
+        why="a handler that blocks the loop costs its process all leases",
+        noticed_by=("lease",),
+        course="calm",
+        patch=broken.beat_in_the_event_loop,
+    ),
+    "terminal is transient": Mutant(
+        why="a job that can never succeed is tried until its budget is spent",
+        noticed_by=("result",),
+        course="calm",
+        changes=(("record_failure", "when f.terminal then 'DEAD_LETTERED'", "when false then 'DEAD_LETTERED'"),),
+    ),
+    "the budget is off by one": Mutant(
+        why="one attempt more than was allowed",
+        noticed_by=("budget",),
+        course="calm",
+        changes=(("record_failure", "o.attempts < o.max_attempts", "o.attempts <= o.max_attempts"),),
+    ),
+    "replay writes no history": Mutant(
+        why="the evidence of the first death is gone",
+        noticed_by=("replay", "state machine"),
+        course="calm",
+        changes=(
+            ("replay_held", "'replayed_at', p_now)),", "'replayed_at', p_now)) - 0,"),  # all but its only entry
+        ),
+    ),
+    "unpark is lost": Mutant(
+        why="a key stands still for ever behind a job that has ended",
+        noticed_by=("lost", "drain"),
+        course="calm",
+        changes=(("unpark", "set parked = false,", "set parked = o.parked,"),),
+    ),
+    "keys run in any order": Mutant(
+        why="the second event of an order is handled before the first",
+        noticed_by=("order",),
+        course="calm",
+        changes=(("take", "v_rows := pulse.whose_turn(v_rows, p_now)", "v_rows := v_rows"),),
+    ),
+    "the dead hold no key": Mutant(
+        why="events go on behind a dead letter that should hold them",
+        noticed_by=("order",),
+        course="calm",
+        changes=(("unpark", HEAD_OF_THE_DEAD, "false"), ("whose_turn", HEAD_OF_THE_DEAD, "false")),
+    ),
+    "enqueue outside the transaction": Mutant(
+        why="what was rolled back runs all the same",
+        noticed_by=("rolled back",),
+        course="calm",
+        patch=broken.enqueue_in_another_transaction,
+    ),
+    "the watchdog does not look at leases": Mutant(
+        why="jobs are taken from workers that live",
+        noticed_by=("fence",),
+        course="calm",
+        changes=(("outbox_reap", "and o.lease_until < v_now", "and o.lease_until is not null"),),
+    ),
+    "the watchdog does not hold off": Mutant(
+        why="after an outage jobs are taken from workers that live",
+        noticed_by=("hold", "lease"),
+        course="outages",
+        changes=(("outbox_reap", "if v_hold > v_now then", "if false then"),),
+    ),
+    "payload in last_error": Mutant(
+        why="a secret of a customer is read by whoever reads dead letters",
+        noticed_by=("canary",),
+        course="calm",
+        changes=(
+            ("record_failure", "then d.error else", "then left(d.error || o.payload::text, 2048) else"),
+        ),
+    ),
+}  # fmt: skip
 
 
 def patch(name: str) -> None:

@@ -23,9 +23,10 @@ from uuid import UUID, uuid4
 import psycopg
 from psycopg.types.json import Jsonb
 
+from chaos import mutants
 from chaos.journal import Journal
 from chaos.points import Points
-from chaos.topics import CANARY, TOPICS
+from chaos.topics import CANARY, weights
 from pulse_outbox import Outbox
 from pulse_outbox.errors import OutboxError
 from pulse_outbox.events import NewEvent, uuid7
@@ -73,6 +74,7 @@ class Producer:
         self._journal = Journal(directory / f"producer-{name}-{os.getpid()}.jsonl")
         self._points = Points(directory / f"orders-{name}", self._journal)
         self._dsn = os.environ["PULSE_OUTBOX_DSN"]
+        self._weights = weights(os.environ.get("CHAOS_TOPICS", ""))
         self._conn: psycopg.Connection[Any] | None = None
         self.stopping = False
 
@@ -243,7 +245,7 @@ class Producer:
 
     def _wish(self) -> Wish:
         chance = self._random.random
-        topic = self._random.choices(list(TOPICS), [topic.weight for topic in TOPICS.values()])[0]
+        [topic] = self._random.choices(list(self._weights), list(self._weights.values()))
         secret = f"{CANARY}-{uuid4().hex}"
         wish = Wish(mark=uuid4().hex, topic=topic, payload={"secret": secret})
         self._payload_of(wish, secret)
@@ -309,6 +311,7 @@ _CASTS = {"p_priority": "::smallint", "p_max_attempts": "::integer", "p_generati
 
 
 def main(name: str, seed: str, rate: str) -> None:
+    mutants.patch(os.environ.get("CHAOS_MUTANT", ""))
     producer = Producer(
         name, int(seed), float(rate), float(os.environ["CHAOS_LEASE"]), Path(os.environ["CHAOS_DIR"])
     )

@@ -51,6 +51,8 @@ class Settings:
     """Transactions per second of each producer."""
     drain_within: float
     mutant: str
+    topics: str
+    """Topics and their weights, or all as they are; see topics.weights."""
     directory: Path
     dispatchers: int
     may_mount: bool
@@ -288,6 +290,7 @@ class Rig:
             "CHAOS_DIR": str(self.directory),
             "CHAOS_LEASE": str(self.settings.lease),
             "CHAOS_MUTANT": self.settings.mutant,
+            "CHAOS_TOPICS": self.settings.topics,
             "PYTHONPATH": str(ROOT),
             "PYTHONFAULTHANDLER": "",
         }
@@ -430,6 +433,8 @@ _TABLES = {
                holds_key, idempotency_key, mark, budget
           from chaos.transition order by id""",
     "outbox": "select event_id, status from pulse.outbox",
+    "sweep": "select transaction::text::bigint as transaction, extract(epoch from swept_at)::float8 as at"
+    " from chaos.sweep",
     "effect": "select event_id, kind from chaos.effect",
     "business": "select distinct event_id from chaos.business",
 }

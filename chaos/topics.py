@@ -40,5 +40,16 @@ TOPICS = {
     "kills in a thread": Topic(1, max_attempts=2),
 }
 
+
+def weights(wanted: str = "") -> dict[str, int]:
+    """How often which topic comes: as above, or only those that are named, as in `fast=10,kills=1`."""
+    if not wanted:
+        return {name: topic.weight for name, topic in TOPICS.items()}
+    named = dict(part.split("=") for part in wanted.split(","))
+    if unknown := named.keys() - TOPICS.keys():
+        raise ValueError(f"no such topic: {', '.join(sorted(unknown))}")
+    return {name: int(weight) for name, weight in named.items()}
+
+
 CANARY = "kAnArI"
 """Begins every secret of a payload. It must be found nowhere else."""

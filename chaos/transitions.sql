@@ -96,5 +96,23 @@ create trigger chaos_update after update on pulse.outbox
 create trigger chaos_delete after delete on pulse.outbox
   for each row execute function chaos.log_delete();
 
+-- Sweeps of the watchdog, whose own table forgets them.
+create table chaos.sweep (
+  transaction xid8        not null default pg_current_xact_id(),
+  swept_at    timestamptz not null
+);
+
+create function chaos.log_sweep() returns trigger
+language plpgsql security definer
+as $$
+begin
+  insert into chaos.sweep (swept_at) values (new.swept_at);
+  return null;
+end
+$$;
+
+create trigger chaos_sweep after insert on pulse.sweep
+  for each row execute function chaos.log_sweep();
+
 grant usage on schema chaos to public;
 grant select, insert on chaos.effect, chaos.business to public;
