@@ -77,7 +77,8 @@ class RetryLater(OutboxError):
 class Verdict:
     """What is to happen after a failure, and which rule decided it.
 
-    `later` carries either a delay or a time; for `transient` the retry policy knows the delay.
+    `later` carries either a delay or a time. `transient` may (what a server said in Retry-After, for one); without
+    it the retry policy knows the delay.
     """
 
     kind: Literal["terminal", "transient", "later"]
@@ -89,10 +90,15 @@ class Verdict:
     def __post_init__(self) -> None:
         if self.kind not in ("terminal", "transient", "later"):
             raise SettingsError("Verdict: kind must be terminal, transient or later")
-        if self.kind == "later":
-            if (self.delay is None) == (self.at is None):
-                raise SettingsError("Verdict: later needs a delay or a time")
+        given: object = self.delay
+        if given is not None and not isinstance(given, timedelta):
+            raise SettingsError("Verdict: delay must be a timedelta")
+        if self.kind == "later" and (self.delay is None) == (self.at is None):
+            raise SettingsError("Verdict: later needs a delay or a time")
+        if self.at is not None or self.kind == "later":
             _check_later(self.delay if self.at is None else self.at)
+        elif self.delay is not None:
+            as_timedelta("Verdict: delay", self.delay, SettingsError)
 
     def record(self, handler_name: str) -> dict[str, str]:
         """The value of `last_failure`: what any dispatcher needs in order to alert."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pydantic_core import from_json
 
@@ -26,15 +26,24 @@ if TYPE_CHECKING:
     from random import Random
 
     from pulse_outbox.dispatcher.sentry import Sentry
-    from pulse_outbox.dispatcher.transactions import Transactions
-    from pulse_outbox.failures import Redact
+    from pulse_outbox.failures import Redact, Verdict
 
 current_event: ContextVar[Event[Any] | None] = ContextVar("pulse_outbox_event", default=None)
 """The event that the running code works on; log lines take their context from it."""
 
 
+class RunsInTransaction(Protocol):
+    """Runs a transactional handler and completes its event with it; `Transactions` in a dispatcher."""
+
+    async def run_async(self, job: Job, build: Callable[[Any], Event[Any]]) -> None: ...
+    def run_sync(self, job: Job, build: Callable[[Any], Event[Any]]) -> None: ...
+
+
 class Runner:
-    """Runs one job and says what came of it. Never raises, except when its task is cancelled from outside."""
+    """Runs one job and says what came of it. Never raises, except when its task is cancelled from outside.
+
+    *threads*: how many sync handlers at once, or what runs them.
+    """
 
     def __init__(
         self,
@@ -42,8 +51,8 @@ class Runner:
         resources: Any,
         redact: Redact | None,
         random: Random,
-        threads: int,
-        transactions: Transactions | None = None,
+        threads: int | Executor,
+        transactions: RunsInTransaction | None = None,
         sentry: Sentry | None = None,
     ) -> None:
         self._resources = resources
@@ -53,7 +62,11 @@ class Runner:
         self._transactions = transactions
         self.left_behind = 0
         """Handlers that still run in threads although their slots were closed."""
-        self._threads = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="pulse-outbox-handler")
+        self._threads = (
+            ThreadPoolExecutor(max_workers=threads, thread_name_prefix="pulse-outbox-handler")
+            if isinstance(threads, int)
+            else threads
+        )
 
     def close(self) -> None:
         """Lets the threads go; one that is stuck is not waited for."""
@@ -158,25 +171,28 @@ class Runner:
     def failed(self, job: Job, error: BaseException, *, decoding: bool = False) -> Failed | Snoozed:
         """The outcome of an exception: judged by the handler's policy, described without secrets."""
         claim, handler = job.claim, job.handler
-        verdict = handler.retry.judge(
-            error,
-            decoding=decoding,
-            snoozes=claim.snoozes,
-            age=timedelta(seconds=job.age()),
-        )
+        verdict = self.judge(job, error, decoding=decoding)
         text = describe_error(error, self._redact)
+        delay = verdict.delay if verdict.at is None else verdict.at - job.database_time()
         if verdict.kind == "later":
-            delay = verdict.delay if verdict.at is None else verdict.at - job.database_time()
             if delay is not None and delay > timedelta():
                 return Snoozed(job, delay, text)
             # Due at once, and free: it would run for ever. It is an attempt like any other.
-            verdict = replace(verdict, kind="transient", rule="retry_later.past")
+            verdict, delay = replace(verdict, kind="transient", rule="retry_later.past"), None
+        if delay is None:
+            delay = handler.retry.delay(claim.attempts, self._random)
         return Failed(
             job,
             text,
             verdict.record(handler.name),
-            handler.retry.delay(claim.attempts, self._random),
+            max(delay, timedelta()),
             verdict.kind == "terminal",
+        )
+
+    def judge(self, job: Job, error: BaseException, *, decoding: bool = False) -> Verdict:
+        """The verdict of the handler's policy."""
+        return job.handler.retry.judge(
+            error, decoding=decoding, snoozes=job.claim.snoozes, age=timedelta(seconds=job.age())
         )
 
 

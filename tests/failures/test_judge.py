@@ -285,6 +285,10 @@ def test_retry_later_refuses_limits_without_sense(limits: dict[str, Any]):
         {"kind": "later"},
         {"kind": "later", "delay": timedelta()},
         {"kind": "later", "delay": timedelta(1), "at": datetime(2030, 1, 1, tzinfo=UTC)},
+        {"kind": "later", "delay": 5},
+        {"kind": "transient", "delay": 5},
+        {"kind": "transient", "delay": timedelta(seconds=-1)},
+        {"kind": "transient", "at": datetime(2030, 1, 1)},  # noqa: DTZ001  that is the point
     ],
 )
 def test_an_impossible_verdict_can_not_be_made(fields: dict[str, Any]):
