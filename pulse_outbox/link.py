@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psycopg
 from psycopg import waiting
@@ -26,6 +26,13 @@ CALL_TIMEOUT = timedelta(seconds=15)
 CONNECT_TIMEOUT = timedelta(seconds=10)
 WAIT_INTERVAL = 1.0
 """How often psycopg looks up while it waits, in seconds."""
+
+
+class AnyLink(Protocol):
+    """What a store asks of its link."""
+
+    async def rows(self, query: bytes, parameters: Sequence[object]) -> Rows: ...
+    async def close(self) -> None: ...
 
 
 class Link:

@@ -7,15 +7,23 @@ import inspect
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pulse_outbox.errors import SettingsError
-from pulse_outbox.events import DEFAULT_MAX_PAYLOAD_BYTES, Event, EventOptions, NewEvent, check_schema_name
+from pulse_outbox.events import (
+    DEFAULT_MAX_PAYLOAD_BYTES,
+    Event,
+    EventOptions,
+    NewEvent,
+    as_timedelta,
+    check_schema_name,
+)
 from pulse_outbox.handlers import Handler, WhenCompleted, make_handler
 
 if TYPE_CHECKING:
-    from datetime import timedelta
+    from datetime import datetime, timedelta
     from typing import Unpack
     from uuid import UUID
 
@@ -56,6 +64,8 @@ class Outbox:
         self.on_dead_letter = on_dead_letter
         self._handlers: dict[str, Handler] = {}
         self._lifespan: Callable[[], Any] | None = None
+        # Set by pulse_outbox.testing: while it gives a time, the delay of a new event counts from there.
+        self._simulated: Callable[[], datetime | None] | None = None
 
     def __repr__(self) -> str:
         return f"<Outbox {self.schema}: {', '.join(sorted(self._handlers)) or 'no handlers'}>"
@@ -63,6 +73,16 @@ class Outbox:
     def use_schema(self, schema: str) -> None:
         """Moves this outbox, handlers and enqueue alike, to another schema: what `run --schema` does at start."""
         self.schema = check_schema_name(schema)
+
+    def _in_time(self, event: NewEvent) -> NewEvent:
+        now = self._simulated() if self._simulated is not None else None
+        # What is no NewEvent at all is for the encoding to refuse.
+        if now is None or getattr(event, "delay", None) is None:
+            return event
+        return replace(event, run_at=now + as_timedelta("delay", event.delay), delay=None)
+
+    def _all_in_time(self, events: Iterable[NewEvent]) -> Iterable[NewEvent]:
+        return events if self._simulated is None else map(self._in_time, events)
 
     # Registration
 
@@ -165,7 +185,9 @@ class Outbox:
         """
         from pulse_outbox import enqueue
 
-        event = enqueue.encode_event(NewEvent(topic, payload, **options), self.max_payload_bytes)
+        event = enqueue.encode_event(
+            self._in_time(NewEvent(topic, payload, **options)), self.max_payload_bytes
+        )
         return enqueue.enqueue(connection, self.schema, event, outside_transaction=outside_transaction)
 
     async def enqueue_async(
@@ -180,7 +202,9 @@ class Outbox:
         """`enqueue` on an asynchronous connection."""
         from pulse_outbox import enqueue
 
-        event = enqueue.encode_event(NewEvent(topic, payload, **options), self.max_payload_bytes)
+        event = enqueue.encode_event(
+            self._in_time(NewEvent(topic, payload, **options)), self.max_payload_bytes
+        )
         return await enqueue.enqueue_async(
             connection, self.schema, event, outside_transaction=outside_transaction
         )
@@ -195,7 +219,7 @@ class Outbox:
         """Writes many events at once and returns their ids in order; one bad event refuses all, before any SQL."""
         from pulse_outbox import enqueue
 
-        batch = enqueue.encode_events(events, self.max_payload_bytes)
+        batch = enqueue.encode_events(self._all_in_time(events), self.max_payload_bytes)
         return enqueue.enqueue_many(connection, self.schema, batch, outside_transaction=outside_transaction)
 
     async def enqueue_many_async(
@@ -208,7 +232,7 @@ class Outbox:
         """`enqueue_many` on an asynchronous connection."""
         from pulse_outbox import enqueue
 
-        batch = enqueue.encode_events(events, self.max_payload_bytes)
+        batch = enqueue.encode_events(self._all_in_time(events), self.max_payload_bytes)
         return await enqueue.enqueue_many_async(
             connection, self.schema, batch, outside_transaction=outside_transaction
         )

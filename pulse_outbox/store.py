@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
     from tenacity import AsyncRetrying
 
-    from pulse_outbox.link import Link, Rows
+    from pulse_outbox.link import AnyLink, Rows
+
+Clock = Callable[[], datetime]
+"""Simulated time, in tests."""
 
 TRIES_REMEMBERED = 100
 """Far more than one store has claims without an answer."""
@@ -117,11 +120,20 @@ class Reaped(NamedTuple):
 class Store:
     """The SQL functions of one schema, over one link.
 
-    *now* of the methods is for tests: null in production, where the database's clock rules.
+    *now* of the methods is for tests: null in production, where the database's clock rules. *clock* gives it to calls
+    that name none.
     """
 
-    def __init__(self, link: Link, *, schema: str = "pulse", retries: StorageRetries | None = None) -> None:
+    def __init__(
+        self,
+        link: AnyLink,
+        *,
+        schema: str = "pulse",
+        retries: StorageRetries | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self._link = link
+        self._clock = clock
         self._schema = migrations.check_schema_name(schema)
         retries = retries or StorageRetries()
         self._storage = retries.storage.retrying()
@@ -421,6 +433,8 @@ class Store:
         query = self._queries.get(function)
         if query is None:
             query = self._queries[function] = _call_of(self._schema, function, arguments)
+        if self._clock is not None and "p_now" in arguments and arguments["p_now"] is None:
+            arguments["p_now"] = self._clock()
         try:
             return await self._link.rows(query, list(arguments.values()))
         except psycopg.Error as error:
@@ -509,19 +523,23 @@ def _call_of(schema: str, function: str, arguments: Iterable[str]) -> bytes:
     return sql.SQL("select * from {}({})").format(sql.Identifier(schema, function), given).as_bytes(None)
 
 
-class _UuidArray(bytes):
+class UuidArray(bytes):
     """An array of UUIDs in PostgreSQL's binary form: psycopg would take ten times as long over a list."""
 
+    def uuids(self) -> list[UUID]:
+        """Its elements."""
+        return [UUID(bytes=self[at - 16 : at]) for at in range(40, len(self) + 1, 20)]
 
-class _UuidArrayDumper(Dumper):
+
+class _ArrayDumper(Dumper):
     format = Format.BINARY
     oid = 2951  # uuid[]
 
-    def dump(self, obj: _UuidArray) -> bytes:
+    def dump(self, obj: UuidArray) -> bytes:
         return obj
 
 
-psycopg.adapters.register_dumper(_UuidArray, _UuidArrayDumper)
+psycopg.adapters.register_dumper(UuidArray, _ArrayDumper)
 
 _UUID_OID = 2950
 _ARRAY_OF = struct.Struct("!iiIii").pack
@@ -529,9 +547,9 @@ _ARRAY_OF = struct.Struct("!iiIii").pack
 _SIXTEEN_BYTES = (16).to_bytes(4)
 
 
-def _uuids(values: Sequence[UUID]) -> _UuidArray:
+def _uuids(values: Sequence[UUID]) -> UuidArray:
     elements = _SIXTEEN_BYTES.join([value.int.to_bytes(16) for value in values])
-    return _UuidArray(_ARRAY_OF(1, 0, _UUID_OID, len(values), 1) + _SIXTEEN_BYTES + elements)
+    return UuidArray(_ARRAY_OF(1, 0, _UUID_OID, len(values), 1) + _SIXTEEN_BYTES + elements)
 
 
 _as_claim: Callable[[tuple[Any, ...]], Claim] = functools.partial(tuple.__new__, Claim)

@@ -14,33 +14,20 @@ import pytest_asyncio
 from tests.support import testbed
 from tests.support.testbed import Testbed
 
-the_run = pytest.StashKey[ExitStack]()
 Connect = Callable[..., psycopg.Connection[Any]]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[the_run] = ExitStack()
     if hasattr(config, "workerinput"):
         testbed.die_with_parent()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionstart(session: pytest.Session) -> None:
-    # Only xdist needs the server before anybody asked: its workers get the address through the environment.
-    option = session.config.option
-    if getattr(option, "dist", "no") != "no" and not option.collectonly:
-        session.config.stash[the_run].enter_context(testbed.running())
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    config.stash[the_run].close()
+    else:
+        testbed.choose_server()  # xdist's workers inherit the environment
 
 
 @pytest.fixture(scope="session", name="testbed")
-def _testbed() -> Iterator[Testbed]:
+def _testbed(outbox_databases: Testbed) -> Testbed:
     """Makes databases on the run's server: `with testbed.database(migrated=False) as dsn`."""
-    with testbed.running() as bed:
-        yield bed
+    return outbox_databases
 
 
 @pytest.fixture(scope="session")

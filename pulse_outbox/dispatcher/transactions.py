@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from pulse_outbox.dispatcher.jobs import Job
     from pulse_outbox.events import Event
+    from pulse_outbox.store import Clock
 
 POOL_SIZE = 10
 PATIENCE = 5.0
@@ -43,7 +44,8 @@ class Transactions:
     READ COMMITTED, as the fence needs it: the completion sees what others have done to the row meanwhile.
     """
 
-    def __init__(self, dsn: str, *, schema: str, size: int = POOL_SIZE) -> None:
+    def __init__(self, dsn: str, *, schema: str, size: int = POOL_SIZE, clock: Clock | None = None) -> None:
+        self._clock = clock
         conninfo = connection_string(dsn, "pulse-outbox handlers")
         options: dict[str, Any] = {
             "min_size": 0,
@@ -51,9 +53,7 @@ class Transactions:
             "open": False,
             "kwargs": {"prepare_threshold": None},
         }
-        self._complete = sql.SQL("select answer from {}(array[%s]::uuid[], array[%s]::uuid[], %s)").format(
-            sql.Identifier(schema, "outbox_complete")
-        )
+        self._complete = completion(schema)
         # Looked at before it is lent: a connection that died in the pool, or that leads to a server which is
         # read-only since a failover, would cost a handler its attempt.
         self._async_pool = AsyncConnectionPool(conninfo, check=_check_async, **options)
@@ -88,7 +88,10 @@ class Transactions:
                 # A cursor of its own: the handler may have given the connection another row factory.
                 cursor = conn.cursor(row_factory=tuple_row)
                 while self._is_locked(
-                    await (await cursor.execute(self._complete, _of(job))).fetchall(), give_up_at
+                    await (
+                        await cursor.execute(self._complete, completion_values(job, self._clock))
+                    ).fetchall(),
+                    give_up_at,
                 ):
                     await asyncio.sleep(LOCKED_PAUSE)
         except psycopg.Error as error:
@@ -120,7 +123,9 @@ class Transactions:
                 deadline.start()
                 give_up_at = time.monotonic() + PATIENCE
                 cursor = conn.cursor(row_factory=tuple_row)
-                while self._is_locked(cursor.execute(self._complete, _of(job)).fetchall(), give_up_at):
+                while self._is_locked(
+                    cursor.execute(self._complete, completion_values(job, self._clock)).fetchall(), give_up_at
+                ):
                     time.sleep(LOCKED_PAUSE)
         except psycopg.Error as error:
             if loses_connection(error):
@@ -164,5 +169,14 @@ def _check(conn: psycopg.Connection[Any]) -> None:
     conn.autocommit = False
 
 
-def _of(job: Job) -> tuple[Any, ...]:
-    return job.claim.event_id, job.claim.token, job.handler.completed == "delete"
+def completion(schema: str) -> sql.Composed:
+    """The statement that completes one event inside the handler's transaction."""
+    return sql.SQL(
+        "select answer from {}(array[%s]::uuid[], array[%s]::uuid[], %s::boolean, %s::timestamptz)"
+    ).format(sql.Identifier(schema, "outbox_complete"))
+
+
+def completion_values(job: Job, clock: Clock | None) -> tuple[Any, ...]:
+    """The values of that statement. Without a clock the database's rules."""
+    now = clock() if clock is not None else None
+    return job.claim.event_id, job.claim.token, job.handler.completed == "delete", now

@@ -46,6 +46,8 @@ class Reader:
             **{name: value for name, value in os.environ.items() if not name.startswith("PULSE_OUTBOX_")},
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PULSE_OUTBOX_DSN": f"postgresql://{self._where}",
+            # Where a page would start a server for its tests, it gets this run's.
+            "PULSE_OUTBOX_TEST_DSN": f"postgresql://{self._where}",
             "PGHOST": str(server["host"]),
             "PGPORT": str(server["port"]),
             "PGUSER": str(server["user"]),
