@@ -15,6 +15,7 @@ from typing import Any
 import psycopg
 
 from chaos import mutants
+from chaos.processes import die_with_parent
 from pulse_outbox import embedded, schema
 
 ROLES = ("dispatcher", "producer", "operator")
@@ -165,9 +166,9 @@ class Cluster:
 
     # Failover
 
-    def add_standby(self) -> None:
-        """A copy of the primary that follows it synchronously: what is acknowledged from now on, it has."""
-        home = self._new_home()
+    def begin_standby(self) -> None:
+        """Begins to copy the primary: `continue_standby` is to be called until the standby is there."""
+        self._standby_home = home = self._new_home()
         home.mkdir(mode=0o700)
         owner = self.primary.data_directory.stat()
         os.chown(home, owner.st_uid, owner.st_gid)
@@ -175,58 +176,77 @@ class Cluster:
         if self.small_disk is not None:
             [old] = self.small_disk.glob("space-*")
             mapping = ["-T", f"{old}={self._tablespace(self._number)}"]
-        done = subprocess.run(
+        self._backup = subprocess.Popen(
             [
                 self.primary.bin_directory / "pg_basebackup",
                 *("-D", str(home / "data"), "-R", "-c", "fast", "-X", "stream", *mapping),
                 *("-d", f"{self.primary.dsn}&application_name=standby"),
             ],
-            capture_output=True,
+            stderr=subprocess.PIPE,
             text=True,
-            check=False,
             user=owner.st_uid,
             group=owner.st_gid,
             extra_groups=[],
             cwd="/",
+            preexec_fn=die_with_parent,  # noqa: PLW1509  the rig has no threads
         )
-        if done.returncode:
-            raise embedded.EmbeddedError(f"pg_basebackup failed: {done.stderr}")
-        self.standby = embedded.start(durable=True, settings=SETTINGS, directory=home)
+
+    def continue_standby(self) -> bool:
+        """Whether the standby follows the primary synchronously: what is acknowledged from now on, it has."""
+        if self.standby is None:
+            code = self._backup.poll()
+            if code is None:
+                return False
+            assert self._backup.stderr is not None
+            with self._backup.stderr as complaints:
+                if code:
+                    raise embedded.EmbeddedError(f"pg_basebackup failed: {complaints.read()}")
+            self.standby = embedded.start(durable=True, settings=SETTINGS, directory=self._standby_home)
         with self.connect() as conn:
-            self._wait_for(conn, "state = 'streaming'")
-            conn.execute("alter system set synchronous_standby_names = 'standby'")
-            conn.execute("select pg_reload_conf()")
-            self._wait_for(conn, "sync_state = 'sync'")
+            row = conn.execute(
+                "select sync_state from pg_stat_replication where application_name = 'standby' and state = 'streaming'"
+            ).fetchone()
+            if row == ("async",):
+                conn.execute("alter system set synchronous_standby_names = 'standby'")
+                conn.execute("select pg_reload_conf()")
+            return row == ("sync",)
+
+    def _promoted(self) -> bool:
+        try:
+            with self.connect() as conn:
+                conn.execute("select pg_promote(true, 30)")
+        except psycopg.errors.ObjectNotInPrerequisiteState:
+            return True  # recovery is over
+        except psycopg.Error:
+            return False
+        return False
 
     def drop_standby(self) -> None:
         """The primary goes on without one."""
         with self.connect() as conn:
             conn.execute("alter system reset synchronous_standby_names")
             conn.execute("select pg_reload_conf()")
+        if self._backup.poll() is None:
+            self._backup.kill()
+            self._backup.wait()
         if self.standby is not None:
             self.standby.crash()
             self.standby.stop()
             self.standby = None
-
-    def _wait_for(self, conn: psycopg.Connection[Any], condition: str) -> None:
-        give_up_at = time.monotonic() + 30
-        query = f"select 1 from pg_stat_replication where application_name = 'standby' and {condition}"
-        while not conn.execute(query.encode()).fetchone():
-            if time.monotonic() > give_up_at:
-                raise embedded.EmbeddedError(f"the standby is not there after 30 s: {condition}")
-            time.sleep(0.05)
+        if self.small_disk is not None:
+            shutil.rmtree(self.small_disk / f"space-{self._number}", ignore_errors=True)
 
     def promote(self) -> None:
         """The primary is gone for good, and the standby takes its place."""
         assert self.standby is not None
         old = self.primary
         old.crash()
-        # It was not told that it needs no standby of its own.
         self.primary, self.standby = self.standby, None
-        with self.connect() as conn:
-            conn.execute("select pg_promote(true, 30)")
-            conn.execute("alter system reset synchronous_standby_names")
-            conn.execute("select pg_reload_conf()")
+        give_up_at = time.monotonic() + 120
+        while not self._promoted():
+            if time.monotonic() > give_up_at:
+                raise embedded.EmbeddedError("the standby was not promoted within 120 s")
+            time.sleep(0.2)
         spaces = [place.resolve() for place in (old.data_directory / "pg_tblspc").iterdir()]
         old.stop()
         for place in (old.data_directory.parent, *spaces):

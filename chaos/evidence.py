@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -157,7 +158,7 @@ def load(directory: Path) -> Evidence:
     return Evidence(
         wishes=list(_wishes(directory)),
         runs=list(_runs(directory)),
-        steps=[_step(row, facts["clock"]) for row in journal.read(tables / "transition.jsonl")],
+        steps=list(_steps(directory)),
         alerts=[
             Alert(line["t"], _uuid(line["alert"]), line["event"], line["status"])
             for line in journal.read(directory / "sentry.jsonl")
@@ -276,13 +277,28 @@ def _pauses(directory: Path) -> Iterator[Pause]:
                 who.clear()
 
 
-def _step(row: dict[str, Any], clock: float) -> Step:
-    """A line of the table; times of the database's clock minus *clock* are those of the journals."""
-    row["at"] -= clock
-    row["began"] -= clock
-    if row.get("lease_until") is not None:
-        row["lease_until"] -= clock
-    return Step(**row)
+class Clock:
+    """Turns times of the database into those of the journals, which never jump and are never adjusted."""
+
+    def __init__(self, notes: list[tuple[float, float]]) -> None:
+        self._walls = [wall for wall, _ in notes]
+        self._differences = [wall - at for wall, at in notes]
+
+    def at(self, wall: float) -> float:
+        number = min(bisect(self._walls, wall), len(self._walls) - 1)
+        return wall - self._differences[number]
+
+
+def _steps(directory: Path) -> Iterator[Step]:
+    notes = [
+        (line["wall"], line["t"]) for line in journal.read(directory / "rig.jsonl") if line["what"] == "clock"
+    ]
+    clock = Clock(notes)
+    for row in journal.read(directory / "tables" / "transition.jsonl"):
+        row["at"], row["began"] = clock.at(row["at"]), clock.at(row["began"])
+        if row.get("lease_until") is not None:
+            row["lease_until"] = clock.at(row["lease_until"])
+        yield Step(**row)
 
 
 def _uuid(text: str) -> str:

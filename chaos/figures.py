@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from chaos.topics import TOPICS
+
 if TYPE_CHECKING:
     from chaos.checker import Violation
     from chaos.evidence import Evidence
@@ -17,7 +19,15 @@ def figures(evidence: Evidence, facts: dict[str, Any], violations: list[Violatio
     acked = [wish for wish in evidence.wishes if wish.acked is not None]
     born = {step.mark for step in evidence.steps if step.old_status is None}
     unknown = [wish for wish in evidence.wishes if wish.acked is None and not wish.never]
-    good = Counter(run.event for run in evidence.runs if run.outcome == "ok")
+    topics = {step.event_id: step.topic for step in evidence.steps if step.old_status is None}
+    # Not those that a timeout or a failed commit has made a failure, whatever the handler thought of it.
+    good = Counter(
+        run.event
+        for run in evidence.runs
+        if run.outcome == "ok"
+        and not (topic := TOPICS[topics[run.event] or ""]).timed
+        and not topic.transactional
+    )
     again = sum(count - 1 for count in good.values())
     recoveries = sorted(_recoveries(evidence))
     statuses = Counter(

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from chaos.rig import Rig
 
 
+STANDBY_PATIENCE = 120.0
+
+
 class Injector:
     """One method for each kind of fault: `begin` calls it, and later what it returned."""
 
@@ -31,6 +34,7 @@ class Injector:
         self.counts: Counter[str] = Counter()
         self._undo: dict[int, Callable[[], None]] = {}
         self._database: list[int] = []
+        self._failing_over = False
 
     def in_words(self) -> str:
         """What has been done until now."""
@@ -38,12 +42,20 @@ class Injector:
 
     def begin(self, fault: Planned) -> None:
         """Does it now, and plans its end."""
+        if KINDS[fault.kind].lane == "database" and self._failing_over:
+            return  # one thing at a time
         if KINDS[fault.kind].lane == "database":  # a slow machine may be late with the end of the last one
             for number in self._database:
                 self._end(number)
             self._database.clear()
         method = getattr(self, f"_{fault.kind.replace('-', '_')}")
-        undo: Callable[[], None] | str | None = method(fault)
+        try:
+            undo: Callable[[], None] | str | None = method(fault)
+        except (EmbeddedError, psycopg.Error) as error:
+            # A server that could not be started in time, on a machine that has other things to do.
+            self._note("failed", fault=fault.kind, error=str(error))
+            self._rig.cluster.primary.start()
+            return
         if isinstance(undo, str):
             self._rig.skipped[fault.kind] = undo
             return
@@ -64,6 +76,8 @@ class Injector:
         """Everything that has been begun ends."""
         for number in list(self._undo):
             self._end(number)
+        if self._failing_over:
+            self._give_up_failover("the run was over")
 
     def _note(self, kind: str, **values: object) -> None:
         self._rig.journal.write(kind, **values)
@@ -194,24 +208,41 @@ class Injector:
         self._rig.cluster.fill_disk()
         return self._rig.cluster.free_disk
 
-    def _failover(self, fault: Planned) -> Callable[[], None] | str:
-        """A standby is added now; at the end of the fault the primary goes and the standby takes over."""
+    def _failover(self, fault: Planned) -> None:
+        """A standby is made, which takes a while; then the primary goes and the standby takes over."""
+        self._rig.cluster.begin_standby()
+        self._failing_over = True
+        give_up_at = time.monotonic() + STANDBY_PATIENCE
+
+        def go_on() -> None:
+            try:
+                ready = self._rig.cluster.continue_standby()
+            except (EmbeddedError, psycopg.Error) as error:
+                self._give_up_failover(str(error))
+                return
+            if ready:
+                self._rig.later(time.monotonic() + fault.seconds, lambda: self._fail_over(fault.choice))
+            elif time.monotonic() > give_up_at:
+                self._give_up_failover("the standby was not ready in time")
+            else:
+                self._rig.later(time.monotonic() + 0.2, go_on)
+
+        go_on()
+
+    def _give_up_failover(self, why: str) -> None:
+        self._note("failed", fault="failover", error=why)
+        self._rig.cluster.drop_standby()
+        self._failing_over = False
+
+    def _fail_over(self, choice: float) -> None:
         cluster = self._rig.cluster
-        try:
-            cluster.add_standby()
-        except EmbeddedError as error:
-            cluster.drop_standby()
-            return str(error)
-
-        def fail_over() -> None:
-            assert cluster.standby is not None
-            # Clients come to the standby before it is promoted: they are told that it is read-only.
-            self._rig.proxy.say(upstream=f"{cluster.standby.socket_directory}/.s.PGSQL.5432")
-            time.sleep(0.3 * fault.choice)
-            cluster.promote()
-            self._note("failover")
-
-        return fail_over
+        assert cluster.standby is not None
+        # Clients come to the standby before it is promoted: they are told that it is read-only.
+        self._rig.proxy.say(upstream=f"{cluster.standby.socket_directory}/.s.PGSQL.5432")
+        time.sleep(0.3 * choice)
+        cluster.promote()
+        self._failing_over = False
+        self._note("failover")
 
     # The network
 
