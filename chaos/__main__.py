@@ -23,6 +23,10 @@ MS_REC, MS_PRIVATE = 0x4000, 1 << 18
 
 def main(arguments: list[str]) -> int:
     args = _arguments(arguments)
+    if args.check:
+        return judge(
+            Path(args.check), f"python3 dev.py chaos {shlex.join(arguments)}", report=args.report, keep=True
+        )
     if args.mutants is not None:
         return trials.run(args.mutants)
     seconds = args.minutes * 60
@@ -66,6 +70,8 @@ def judge(directory: Path, command: str, *, report: str | None, keep: bool) -> i
             "command": command,
             "verdict": "violations" if violations else "nothing was lost",
             "figures": table,
+            "injected": facts["injected"],
+            "points": figures.points(found),
             "skipped": facts["skipped"],
             "violations": [violation._asdict() for violation in violations[:1000]],
         },
@@ -116,6 +122,9 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--keep", action="store_true", help="keep the evidence of a good run too")
     parser.add_argument("--dispatchers", type=int, default=3, help="how many")
+    parser.add_argument(
+        "--check", metavar="DIRECTORY", help="no run: judge the evidence of an earlier one again"
+    )
     parser.add_argument("--report", help="write the verdict there as JSON")
     return parser.parse_args(arguments)
 

@@ -160,6 +160,12 @@ async def blocks(event: Event[dict[str, Any]]) -> None:
     time.sleep(event.payload["seconds"])  # the event loop stands still, on purpose
 
 
+@handles("grabs")
+def grabs(event: Event[dict[str, Any]]) -> None:
+    """Keeps the interpreter's lock: no other thread of the process gets to do anything, heartbeats included."""
+    ctypes.PyDLL(None).usleep(int(event.payload["seconds"] * 1e6))
+
+
 @handles("ordered")
 async def ordered(event: Event[dict[str, Any]]) -> None:
     await asyncio.sleep(event.payload["seconds"])

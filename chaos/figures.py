@@ -88,6 +88,13 @@ def figures(evidence: Evidence, facts: dict[str, Any], violations: list[Violatio
     }
 
 
+def points(evidence: Evidence) -> dict[str, int]:
+    """How often a process was killed or stopped at each of the named points."""
+    return dict(
+        sorted(Counter(fault.values["point"] for fault in evidence.faults if fault.kind == "order").items())
+    )
+
+
 def as_text(table: dict[str, Any]) -> str:
     """Two columns."""
     width = max(map(len, table))

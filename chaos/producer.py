@@ -277,7 +277,7 @@ class Producer:
                 payload["seconds"] = (
                     min(rng.expovariate(4), 2 * lease) if rng.random() < 0.97 else 1.5 * lease
                 )
-            case "blocks":
+            case "blocks" | "grabs":
                 payload["seconds"] = rng.choice((0.05, 0.3, 1.3 * lease))
             case "ordered" | "transactional" | "transactional.sync" | "effect":
                 payload["seconds"] = rng.expovariate(50)

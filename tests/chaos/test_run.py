@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from chaos import faults
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,6 +42,39 @@ def test_a_short_run(tmp_path: Path):
     assert told["violations"] == []
     assert told["figures"]["faults injected"] > 5
     assert told["figures"]["completed"] > 20
+
+
+@pytest.mark.timeout(200)
+def test_nothing_outlives_the_rig(tmp_path: Path):
+    """Killed in the middle of everything: its processes, and what they have started, end with it."""
+    evidence = tmp_path / "evidence"
+    command = [
+        sys.executable,
+        "-m",
+        "chaos",
+        "--minutes",
+        "9",
+        "--dispatchers",
+        "1",
+        "--evidence",
+        str(evidence),
+    ]
+    rig = subprocess.Popen(
+        [*command, "--mix", "none"], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        journal = evidence / "rig.jsonl"
+        wait_until(lambda: journal.exists() and '"begin"' in journal.read_text(), within=120, what="faults")
+        started = psutil.Process(rig.pid).children(recursive=True)
+    finally:
+        rig.kill()
+        rig.wait()
+
+    assert len(started) > 8
+    psutil.wait_procs(started, timeout=30)
+    assert [
+        process for process in started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ] == []
 
 
 def test_the_seed_makes_the_schedule():
