@@ -155,10 +155,11 @@ def load(directory: Path) -> Evidence:
     """Reads what a run has left."""
     facts = json.loads((directory / "facts.json").read_text())
     tables = directory / "tables"
+    clock = _clock(directory)
     return Evidence(
         wishes=list(_wishes(directory)),
         runs=list(_runs(directory)),
-        steps=list(_steps(directory)),
+        steps=list(_steps(directory, clock)),
         alerts=[
             Alert(line["t"], _uuid(line["alert"]), line["event"], line["status"])
             for line in journal.read(directory / "sentry.jsonl")
@@ -167,8 +168,7 @@ def load(directory: Path) -> Evidence:
         pauses=list(_pauses(directory)),
         faults=list(_faults(directory)),
         sweeps=[
-            Sweep(row["at"] - facts["clock"], row["transaction"])
-            for row in journal.read(tables / "sweep.jsonl")
+            Sweep(clock.at(row["at"]), row["transaction"]) for row in journal.read(tables / "sweep.jsonl")
         ],
         rows={row["event_id"]: row["status"] for row in journal.read(tables / "outbox.jsonl")},
         effects=[(row["event_id"], row["kind"]) for row in journal.read(tables / "effect.jsonl")],
@@ -289,11 +289,12 @@ class Clock:
         return wall - self._differences[number]
 
 
-def _steps(directory: Path) -> Iterator[Step]:
-    notes = [
-        (line["wall"], line["t"]) for line in journal.read(directory / "rig.jsonl") if line["what"] == "clock"
-    ]
-    clock = Clock(notes)
+def _clock(directory: Path) -> Clock:
+    lines = journal.read(directory / "rig.jsonl")
+    return Clock([(line["wall"], line["t"]) for line in lines if line["what"] == "clock"])
+
+
+def _steps(directory: Path, clock: Clock) -> Iterator[Step]:
     for row in journal.read(directory / "tables" / "transition.jsonl"):
         row["at"], row["began"] = clock.at(row["at"]), clock.at(row["began"])
         if row.get("lease_until") is not None:
