@@ -1,7 +1,7 @@
 """Numbered migrations: find them, give them a schema name, apply them, check them, print them.
 
 The files in migrations/ are the single source for every way of applying them: `pulse-outbox migrate`,
-`migrate()` here, plain `psql -f`, or the text of `sql()` in a migration of Alembic, Django or Flyway.
+`migrate()` here, plain `psql -f`, the text of `sql()`, or `statement()` in a migration of Alembic's or Django's.
 Each file records itself in `<schema>.migration`, so whichever way was taken, the others know.
 """
 
@@ -702,7 +702,7 @@ def sql(
     """The migrations *first* to *last* as text, which leaves the same schema as `migrate` does.
 
     With *transactions* each file stands between begin and commit, for psql. Without, for tools that open
-    their own transaction (Alembic, Django, Flyway). Either way the text takes the lock of `migrate` and
+    their own transaction around whole files (Flyway). Either way the text takes the lock of `migrate` and
     refuses to run out of turn.
     """
     check_schema_name(schema)

@@ -41,7 +41,7 @@ examples:
     parser.add_argument(
         "--no-transaction",
         action="store_true",
-        help="with --sql: no begin and commit, for tools that open a transaction (Alembic, Flyway)",
+        help="with --sql: no begin and commit, for tools that open a transaction (Flyway)",
     )
     parser.add_argument(
         "--lock-timeout",

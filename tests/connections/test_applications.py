@@ -461,6 +461,53 @@ asyncio.run(main())
 }
 
 
+DJANGO_WITH_PSYCOPG2 = """
+import json, sys
+sys.modules["psycopg"] = None  # an installation without it: Django then takes psycopg2
+import django
+from django.conf import settings
+settings.configure(DATABASES={"default": json.loads(sys.argv[1])})
+django.setup()
+from django.db import connection, transaction
+from pulse_outbox import EnqueueError, NewEvent, Outbox
+
+outbox = Outbox()
+try:
+    outbox.enqueue(connection, "refused", 0)
+except EnqueueError as error:
+    print(error)
+with transaction.atomic():
+    outbox.enqueue(connection, "t", 1)
+    outbox.enqueue_many(connection, [NewEvent("t", 2), NewEvent("t", 3)])
+try:
+    with transaction.atomic():
+        outbox.enqueue(connection, "t", 4)
+        raise KeyError
+except KeyError:
+    print(type(connection.connection).__module__)
+"""
+
+
+def test_django_on_psycopg2_needs_no_psycopg(dsn, conn):
+    """The older driver of Django's, in a process of its own because Django looks for the newer one first."""
+    parts = parts_of(dsn)
+    database = {"ENGINE": "django.db.backends.postgresql", "NAME": parts["database"]} | {
+        name.upper(): parts[name] for name in ("user", "password", "host", "port") if name in parts
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", DJANGO_WITH_PSYCOPG2, json.dumps(database)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    refusal, module = done.stdout.splitlines()
+    assert "use `with transaction.atomic():`" in refusal
+    assert module.startswith("psycopg2")
+    assert [row["payload"] for row in rows(conn)] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("library", PROGRAMS)
 def test_a_web_process_loads_its_own_library_and_no_other(dsn, library):
     """No worker, no Sentry, no library that the application has not: 100 ms and many megabytes each."""
