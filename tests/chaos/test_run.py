@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from chaos import faults
+from chaos import checker, faults
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +110,14 @@ def test_a_mix_names_lanes_and_kinds(mix: str, kinds: list[str]):
 def test_dear_faults_are_not_for_short_runs():
     assert "failover" not in faults.chosen("all", dear=False)
     assert "failover" in faults.chosen("all", dear=True)
+
+
+def test_the_page_about_the_rig_names_every_fault_and_every_rule():
+    page = (ROOT / "docs" / "explanation" / "fault-rig.md").read_text()
+    rules = set(re.findall(r'Violation\(\s*"([^"]+)"', Path(checker.__file__).read_text()))
+
+    assert len(rules) > 15
+    assert [name for name in (*faults.KINDS, *faults.GAPS, *sorted(rules)) if f"`{name}`" not in page] == []
 
 
 def test_a_mix_that_nobody_knows_is_wrong_usage():
