@@ -480,9 +480,17 @@ class Dispatcher:
     async def _stop_when_done(self) -> None:
         while True:
             await self._intake.nothing_due.wait()
-            if not len(self._in_flight) and self._settler.idle and self._intake.nothing_due.is_set():
-                self.stop("nothing is due or running")
+            if self._is_done():
+                # What ended last may have made something due, as the next of its key or as its own event: only a look
+                # that began after it tells.
+                claimed = self._tally.claimed
+                await self._intake.look_again()
+                if self._is_done() and self._tally.claimed == claimed:
+                    self.stop("nothing is due or running")
             await asyncio.sleep(0.02)
+
+    def _is_done(self) -> bool:
+        return not len(self._in_flight) and self._settler.idle
 
     async def _summarise(self) -> None:
         before = self._tally.copy()

@@ -105,6 +105,9 @@ class Intake:
         self._ends = deque([(time.monotonic(), 0)])
         self.nothing_due = asyncio.Event()
         """Set while the last listing showed nothing that could run now."""
+        self._listings = 0
+        self._empty_listing = 0
+        """Which listing showed that."""
         self._holds: set[str] = set()
         """Why nothing is claimed now: the process ends, or a suspect runs alone in it."""
         self._alarm: asyncio.TimerHandle | None = None
@@ -116,6 +119,14 @@ class Intake:
         """There may be new work."""
         self._relist = True
         self._stirred.set()
+
+    async def look_again(self) -> None:
+        """Returns when a look that began after this call has shown nothing that could run now."""
+        begun = self._listings
+        while self._empty_listing <= begun:
+            self.nothing_due.clear()
+            self.wake()
+            await self.nothing_due.wait()
 
     def expect(self, seconds: float) -> None:
         """An event that this process had can run again after so long: it must not sleep past that."""
@@ -262,6 +273,7 @@ class Intake:
 
     async def _list(self) -> None:
         self._relist = False
+        self._listings += 1
         started = time.monotonic()
         listed = await self._store.lanes(self._topics, self._settings.generations)
         now = time.monotonic()
@@ -314,6 +326,7 @@ class Intake:
             due is not None and due <= now
         )  # there is work, for handlers that are at their limit
         if not self._needs_room:
+            self._empty_listing = self._listings
             self.nothing_due.set()
         if self._nap > HEARING_NAP:
             self._deaf = False

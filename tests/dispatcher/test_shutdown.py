@@ -273,6 +273,31 @@ async def test_stopping_while_a_suspect_runs(dsn, outbox: Outbox, table: Table):
     assert await table.count("status = 'COMPLETED'") == 1
 
 
+async def test_burst_stays_for_what_its_own_jobs_make_due(dsn, outbox: Outbox, table: Table):
+    """The next event of a key, and an event that a handler has enqueued, are due when their predecessor has ended."""
+    done = []
+
+    @outbox.handler("first", transactional=True)
+    async def first(event: Event[int]) -> None:
+        done.append(event.payload)
+        if event.payload == 1:
+            await outbox.enqueue_async(event.connection, "second", 2)
+
+    @outbox.handler("second")
+    async def second(event: Event[int]) -> None:
+        done.append(event.payload)
+
+    for _ in range(4):  # whoever looks too early is not always caught
+        done.clear()
+        await table.enqueue(outbox, "first", 1)
+        await drain(outbox, dsn)
+        await table.enqueue(outbox, "first", 3, ordering_key="k")
+        await table.enqueue(outbox, "second", 4, ordering_key="k")
+        await drain(outbox, dsn)
+
+        assert done == [1, 2, 3, 4]
+
+
 async def test_burst_ends_when_nothing_is_due(dsn, outbox: Outbox, table: Table):
     """Retries that fall due later do not keep it; what is due does, however many claims it takes."""
     done = []
