@@ -6,20 +6,33 @@ import argparse
 import json
 import os
 import random
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
+from benchmarks import machine, page
 from benchmarks.bench import Bench, Entry, Workload
-from benchmarks.environments import BENCH, OURS, Installed, Peer, Unavailable, find_peers, install
+from benchmarks.environments import (
+    BENCH,
+    OURS,
+    PLOTTING,
+    Installed,
+    Peer,
+    Unavailable,
+    find_peers,
+    install,
+    python_with,
+)
 from benchmarks.postgres import Postgres
 from benchmarks.protocol import DriverFailed
 from benchmarks.report import number, report
 from benchmarks.results import Results, RunResult
 from benchmarks.workloads import WORKLOADS
+
+PLOT_SCRIPT = Path(__file__).resolve().parent / "plots.py"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
     if args.list:
         _list()
         return 0
+    if args.page is not None:
+        return _write_page([Path(folder) for folder in args.page])
     try:
         workloads = [_sized(WORKLOADS[name], args) for name in _chosen(args.workloads, WORKLOADS, "workload")]
         peers = _chosen_peers(args.peers)
@@ -39,7 +54,32 @@ def main(argv: Sequence[str]) -> int:
     text = report(results)
     (out / "report.md").write_text(text)
     print(text)
-    say(f"results.json and report.md are in {out}")
+    _draw(out)
+    say(f"results.json, report.md and plots are in {out}")
+    return 0
+
+
+def _draw(out: Path) -> None:
+    """The plots, in an environment that has matplotlib; without it there are none, which is said."""
+    try:
+        python = python_with("plots", PLOTTING)
+        subprocess.run(
+            [python, PLOT_SCRIPT, out / "results.json", out / "plots"],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        say(f"no plots: {(getattr(error, 'stderr', '') or str(error)).strip().splitlines()[-1][:200]}")
+
+
+def _write_page(folders: Sequence[Path]) -> int:
+    try:
+        page.write(folders)
+    except (page.NotFit, ValueError, OSError) as error:
+        print(f"bench: the page is as it was: {error}", file=sys.stderr)
+        return 1
+    say(f"{page.PAGE.name} is written")
     return 0
 
 
@@ -74,6 +114,12 @@ examples:
     )
     parser.add_argument("--seed", type=int, help="of the order in each round")
     parser.add_argument("--out", metavar="DIR", help="default: below .bench/results")
+    parser.add_argument(
+        "--page",
+        nargs="*",
+        metavar="DIR",
+        help="measure nothing: write docs/speed.md from the results in these folders (none: without numbers)",
+    )
     return parser
 
 

@@ -42,8 +42,8 @@ class Series:
 class Postgres:
     """A started server."""
 
-    def __init__(self, extra: dict[str, str] | None = None) -> None:
-        self._server = embedded.start(durable=True, settings=SETTINGS | (extra or {}))
+    def __init__(self, extra: dict[str, str] | None = None, *, durable: bool = True) -> None:
+        self._server = embedded.start(durable=durable, settings=SETTINGS | (extra or {}))
         self._numbers = itertools.count(1)
         self.dsn = self._server.dsn
 
@@ -123,3 +123,9 @@ def rows(dsn: str, query: str, *values: Any) -> list[tuple[Any, ...]]:
     with psycopg.connect(dsn, autocommit=True) as conn:
         cursor = conn.execute(query, values or None)
         return list(cursor.fetchall()) if cursor.description else []
+
+
+def wal_position(dsn: str) -> int:
+    """How many bytes of write-ahead log this server has written."""
+    [(position,)] = rows(dsn, "select (pg_current_wal_insert_lsn() - '0/0')::bigint")
+    return int(position)

@@ -25,6 +25,7 @@ UNITS = {
     "last_to_first": "last ÷ first",
     "cpu_worker": "worker CPU s/M",
     "cpu_server": "PostgreSQL CPU s/M",
+    "wal_bytes": "WAL bytes/job",
     "ratio": "× bare INSERT",
     "insert_rate": "INSERT/s",
     "reached": "load/s",
@@ -78,6 +79,11 @@ def _head(results: Results) -> str:
 
 
 def _section(results: Results, name: str) -> str:
+    return f"## {WORKLOADS[name].title} (`{name}`)\n\n{workload_table(results, name)}"
+
+
+def workload_table(results: Results, name: str) -> str:
+    """Everyone's medians in one workload, and how far the rounds lie apart."""
     workload = WORKLOADS[name]
     labels = results.labels(name)
     metrics = [metric for metric in UNITS if any(results.summary(name, label, metric) for label in labels)]
@@ -103,7 +109,7 @@ def _section(results: Results, name: str) -> str:
         cells.append("; ".join([runs[0].settings, *problems]).strip("; "))
         body.append(cells)
     rounds = len({run.round for run in results.of(name)})
-    return f"## {workload.title} (`{name}`)\n\n{table(header, body)}\n\nMedians of {rounds} rounds."
+    return f"{table(header, body)}\n\nMedians of {rounds} round{'s' if rounds > 1 else ''}."
 
 
 def targets_table(judgements: Sequence[Judgement]) -> str:

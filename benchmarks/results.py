@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,23 @@ class Results:
     @property
     def busiest(self) -> float:
         return max((run.busy for run in self.runs), default=0.0)
+
+    def joined(self, other: Results) -> Results:
+        """Both sessions as one; what both have measured, the later one counts."""
+        for name in ("cores", "processor"):
+            if self.machine[name] != other.machine[name]:
+                raise ValueError(f"these sessions had different machines: {name}")
+        if self.server != other.server or self.payload != other.payload:
+            raise ValueError("these sessions had different servers or payloads")
+        again = set(other.workloads())
+        return replace(
+            self,
+            sizes=self.sizes | other.sizes,
+            peers=self.peers | other.peers,
+            started_at=f"{self.started_at} and {other.started_at}",
+            load_average=[*self.load_average, *other.load_average],
+            runs=[*(run for run in self.runs if run.workload not in again), *other.runs],
+        )
 
     # Keeping
 

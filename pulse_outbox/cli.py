@@ -32,6 +32,7 @@ COMMANDS = {
     "resume": "end a pause",
     "prune": "delete what ended long ago",
     "doctor": "what is wrong, and what to do about it",
+    "bench": "how quick is this database, with a dispatcher beside it?",
 }
 
 

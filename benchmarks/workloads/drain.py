@@ -15,7 +15,7 @@ from benchmarks.bench import Bench, Entry, Outcome, Workload, everyone, ours
 from benchmarks.driver import Task
 from benchmarks.environments import OURS, Peer
 from benchmarks.measures import rate, tenths
-from benchmarks.postgres import observed, rows, vacuum_held_back
+from benchmarks.postgres import observed, rows, vacuum_held_back, wal_position
 
 PURE_SQL = Path(__file__).resolve().parent.parent / "pure_sql"
 GIVE_UP = 60.0
@@ -47,16 +47,20 @@ def drain(bench: Bench, entry: Entry, size: Mapping[str, Any]) -> Outcome:
                 stack.enter_context(vacuum_held_back(dsn))
             series = stack.enter_context(observed(dsn))
             worker = stack.enter_context(bench.start(entry.key, task))
+            log_before = wal_position(dsn)
             server_before, worker_before = bench.postgres.cpu_seconds, worker.cpu_seconds
             worker.go()
             done = worker.wait_for("done", task.seconds + 120)
             server_used = bench.postgres.cpu_seconds - server_before
             worker_used = worker.cpu_seconds - worker_before
+            logged = wal_position(dsn) - log_before
             settings = worker.settings
     marks = [(int(count), float(when)) for count, when in done["marks"]]
     metrics = _metrics(done["count"], server_used, worker_used)
     metrics["rate"] = round(rate(marks, done["ended"] if done["complete"] else None), 1)
     metrics["complete"] = float(done["complete"])
+    if done["count"]:
+        metrics["wal_bytes"] = round(logged / done["count"], 1)
     if len(marks) > 20:
         first, last = tenths(marks)
         metrics |= {

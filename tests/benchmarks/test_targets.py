@@ -1,42 +1,8 @@
 """The targets as data: each is measured against the right one, and a missing measurement is not a success."""
 
 from benchmarks.report import report, targets_table
-from benchmarks.results import Results, RunResult
 from benchmarks.targets import TARGETS, Target, judge, own
-
-PEERS = {
-    "pulse_outbox": {"name": "pulse-outbox", "language": "Python", "lease": "row"},
-    "pgqueuer": {"name": "pgqueuer", "language": "Python", "lease": "row"},
-    "pg_boss": {"name": "pg-boss", "language": "Node", "lease": "row"},
-    "pgque": {"name": "pgque-py", "language": "Python", "lease": "batch"},
-    "gone": {"name": "gone", "language": "Python", "lease": "row", "problem": "no network"},
-}
-
-
-def results_of(*runs):
-    return Results(
-        machine={"cores": 2, "processor": "a processor", "memory_gb": 4, "python": "3.11"},
-        server=dict.fromkeys(
-            ("server_version", "fsync", "synchronous_commit", "shared_buffers", "max_wal_size"), "on"
-        ),
-        started_at="2026-11-16 00:00 UTC",
-        quick=False,
-        payload=10,
-        sizes={},
-        peers=PEERS,
-        runs=[
-            RunResult(
-                workload=workload,
-                label=label,
-                key=key,
-                round=round_number,
-                place=1,
-                busy=0.0,
-                metrics=metrics,
-            )
-            for workload, label, key, round_number, metrics in runs
-        ],
-    )
+from tests.benchmarks.measured import results_of
 
 
 def judged(results, text):

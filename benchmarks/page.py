@@ -1,0 +1,158 @@
+"""Writes docs/speed.md from the results of one or several sessions: words of page.md, numbers of results.json."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.environments import ROOT
+from benchmarks.machine import BUSY_LOAD
+from benchmarks.report import number, table, targets_table, workload_table
+from benchmarks.results import Results
+from benchmarks.targets import OUR_LABEL, judge
+from benchmarks.workloads import WORKLOADS
+
+TEMPLATE = Path(__file__).resolve().parent / "page.md"
+PAGE = ROOT / "docs" / "speed.md"
+PLOTS = ROOT / "docs" / "speed"
+FEWEST_ROUNDS = 3
+NOT_YET = "*Not measured yet.*"
+
+
+class NotFit(Exception):
+    """Results that must not be published; the message says why."""
+
+
+def check(results: Results) -> None:
+    """Raises NotFit for what would be noise on a page that people decide by."""
+    if results.quick:
+        raise NotFit("this was a quick run: its sizes are too small to mean anything")
+    busy = [run for run in results.runs if run.busy > BUSY_LOAD]
+    if len(busy) > len(results.runs) / 20:
+        raise NotFit(
+            f"others used the machine before {len(busy)} of {len(results.runs)} runs: "
+            "measure again when it is quiet (--patience waits for that)"
+        )
+    few = [
+        name for name in results.workloads() if len({run.round for run in results.of(name)}) < FEWEST_ROUNDS
+    ]
+    # An hour of memory, or ten million rows, is measured once.
+    if few := [name for name in few if name not in {"memory", "backlog", "completed-5m", "heartbeat"}]:
+        raise NotFit(f"fewer than {FEWEST_ROUNDS} rounds of {', '.join(few)}")
+
+
+def write(folders: Sequence[Path]) -> None:
+    """Checks, writes the page, and copies the plots beside it."""
+    results = None
+    for folder in folders:
+        session = Results.load(folder / "results.json")
+        check(session)
+        results = session if results is None else results.joined(session)
+    PAGE.write_text(render(results, plots_of(folders)))
+    if folders:
+        shutil.rmtree(PLOTS, ignore_errors=True)
+        PLOTS.mkdir(parents=True)
+        for path in plots_of(folders).values():
+            shutil.copy(path, PLOTS / path.name)
+
+
+def plots_of(folders: Sequence[Path]) -> dict[str, Path]:
+    return {path.stem: path for folder in folders for path in sorted((folder / "plots").glob("*.svg"))}
+
+
+def render(results: Results | None, plots: dict[str, Path]) -> str:
+    """The page; without results, the same page with nothing in the tables."""
+
+    def fill(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name.startswith("plot:"):
+            plot = name.removeprefix("plot:")
+            return f"![{plot}](speed/{plot}.svg)" if plot in plots else ""
+        if results is None:
+            return "" if name in {"machine", "versions"} else NOT_YET
+        match name:
+            case "status":
+                return f"Measured on {results.started_at}."
+            case "targets":
+                return targets_table(judge(results))
+            case "machine":
+                return _machine(results)
+            case "versions":
+                return _versions(results)
+            case "costs":
+                return _costs(results)
+            case "estimate":
+                return _estimate(results)
+        if name not in results.workloads():
+            return f"*{WORKLOADS[name].title}: not measured yet.*"
+        return f"**{WORKLOADS[name].title}**\n\n{workload_table(results, name)}"
+
+    text = re.sub(r"\{\{([a-z0-9:-]+)\}\}", fill, TEMPLATE.read_text())
+    return re.sub(r"\n{3,}", "\n\n", text)
+
+
+def _machine(results: Results) -> str:
+    machine, server = results.machine, results.server
+    settings = ", ".join(f"`{name}` {value}" for name, value in server.items() if name != "server_version")
+    return (
+        f"{machine['cores']} cores ({machine['processor']}), {machine['memory_gb']} GB, {machine['system']}, "
+        f"Python {machine['python']}, PostgreSQL {server['server_version']} with {settings}. "
+        f"Payloads of about {results.payload} bytes."
+    )
+
+
+def _versions(results: Results) -> str:
+    return table(
+        ["", "version", "language", "lease per", ""],
+        [
+            [
+                peer["name"],
+                peer["version"],
+                peer["language"],
+                peer["lease"],
+                peer.get("problem", peer["reason"]),
+            ]
+            for peer in results.peers.values()
+        ],
+    )
+
+
+def _cost(results: Results) -> dict[str, float] | None:
+    """Ours in the longest drain that was measured: CPU seconds per million jobs and bytes of WAL per job."""
+    for workload in ("drain-1m", "drain"):
+        found = {}
+        for name in ("cpu_worker", "cpu_server", "wal_bytes", "rate"):
+            if summary := results.summary(workload, OUR_LABEL, name):
+                found[name] = summary.median
+        if len(found) == 4:
+            return found
+    return None
+
+
+def _costs(results: Results) -> str:
+    if not (cost := _cost(results)):
+        return NOT_YET
+    worker, server, wal = (number(cost[name]) for name in ("cpu_worker", "cpu_server", "wal_bytes"))
+    return (
+        f"A million no-op jobs, claimed, run and completed, take {worker} s of the dispatcher's processor time and "
+        f"{server} s of PostgreSQL's, and write {wal} bytes of WAL each. Enqueueing comes on top."
+    )
+
+
+def _estimate(results: Results, cores: int = 16) -> str:
+    if not (cost := _cost(results)):
+        return NOT_YET
+    both = cost["cpu_worker"] + cost["cpu_server"]
+    ceiling = cores / both * 1e6
+    of_one = 1e6 / cost["cpu_worker"]
+    return (
+        f"From the costs above and nothing else: {number(both)} s of processor time per million jobs are "
+        f"{number(ceiling)} jobs per second on {cores} cores, if every core were busy with this and nothing waited for "
+        f"anything. One dispatcher process can't go beyond {number(of_one)} per second, so that would take "
+        f"{math.ceil(ceiling / of_one)} of them, and the log would grow by {number(ceiling * cost['wal_bytes'] / 1e6)} "
+        "MB/s, which the disk has to flush. Locks that processes share are not in this sum: take it as a ceiling. "
+        f"Measured, on {results.machine['cores']} cores: {number(cost['rate'])} per second."
+    )
