@@ -53,6 +53,7 @@ KINDS = {
     "sentry-down": Kind("sentry", 2, 0.5, 3.0),
     # Sessions of others.
     "lock-rows": Kind("sessions", 3, 0.3, 3.0),
+    "stall-backend": Kind("sessions", 3, 0.2, 4.0),
     "hold-xmin": Kind("sessions", 1, 5.0, 40.0),
 }
 GAPS = {"processes": 2.0, "database": 3.0, "network": 1.5, "sentry": 2.0, "sessions": 3.0}

@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -288,5 +289,30 @@ class Injector:
     def _lock_rows(self, fault: Planned) -> None:
         self._rig.start_intruder("lock", fault.seconds)
 
+    def _stall_backend(self, fault: Planned) -> Callable[[], None] | None:
+        """One of the server's processes stands still: what its client gave up long ago, it carries out later."""
+        if self._rig.cluster.frozen:
+            return None
+        with suppress(psycopg.Error), self._rig.cluster.connect() as conn:
+            pids = [
+                pid
+                for (pid,) in conn.execute(
+                    "select pid from pg_stat_activity where usename like 'chaos%' order by state <> 'active', pid"
+                ).fetchall()
+            ]
+            if pids:
+                # The square: rather one of those that are at work, which come first.
+                pid = pids[int(fault.choice**2 * len(pids))]
+                _signal_backend(pid, signal.SIGSTOP)
+                return lambda: _signal_backend(pid, signal.SIGCONT)
+        return None
+
     def _hold_xmin(self, fault: Planned) -> None:
         self._rig.start_intruder("hold", fault.seconds)
+
+
+def _signal_backend(pid: int, number: signal.Signals) -> None:
+    """Unless it has ended meanwhile, and somebody else has its number."""
+    with suppress(OSError):
+        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"postgres:"):
+            os.kill(pid, number)
