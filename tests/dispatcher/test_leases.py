@@ -39,20 +39,26 @@ async def test_an_async_handler_may_block_the_loop_for_three_leases(dsn, outbox:
     assert (row.attempts, row.lapses, row.lease_seq) == (1, 0, 1)
 
 
-async def test_a_sync_handler_may_sleep_in_c_for_three_leases(dsn, outbox: Outbox, table: Table):
+async def test_a_long_handler_keeps_its_lease(dsn, outbox: Outbox, table: Table):
+    """FAULTS 23 and 28: it may run for many leases, a sync one also in C; here for three."""
     runs = []
 
-    @outbox.handler("sleeps")
-    def sleeps(event: Event) -> None:
-        runs.append(event.attempt)
+    @outbox.handler("sync")
+    def sync(event: Event) -> None:
+        runs.append((event.topic, event.attempt))
         ctypes.CDLL(None).usleep(4_500_000)
 
-    event_id = await table.enqueue(outbox, "sleeps")
-    async with dispatching(outbox, dsn), dispatching(outbox, dsn):
-        row = await table.until_status(event_id, "COMPLETED")
+    @outbox.handler("async")
+    async def asynchronous(event: Event) -> None:
+        runs.append((event.topic, event.attempt))
+        await asyncio.sleep(4.5)
 
-    assert runs == [1]
-    assert (row.attempts, row.lapses, row.lease_seq) == (1, 0, 1)
+    ids = [await table.enqueue(outbox, topic) for topic in ("sync", "async")]
+    async with dispatching(outbox, dsn), dispatching(outbox, dsn):
+        rows = [await table.until_status(event_id, "COMPLETED", within=20) for event_id in ids]
+
+    assert sorted(runs) == [("async", 1), ("sync", 1)]
+    assert [(row.attempts, row.lapses, row.lease_seq) for row in rows] == [(1, 0, 1)] * 2
 
 
 async def test_a_deadlocked_loop_gives_back_what_has_not_started(dsn, outbox: Outbox, table: Table):

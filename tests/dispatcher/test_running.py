@@ -427,23 +427,6 @@ async def test_sync_handlers_run_beside_each_other_in_threads(dsn, outbox: Outbo
     assert await table.count("status = 'COMPLETED' and attempts = 1") == 10
 
 
-async def test_a_long_handler_keeps_its_lease(dsn, outbox: Outbox, table: Table):
-    """FAULTS 28: it may run for many leases; this one for three."""
-    runs = []
-
-    @outbox.handler("long")
-    async def long(event: Event) -> None:
-        runs.append(event.attempt)
-        await asyncio.sleep(4.5)
-
-    event_id = await table.enqueue(outbox, "long")
-    async with dispatching(outbox, dsn), dispatching(outbox, dsn):
-        row = await table.until_status(event_id, "COMPLETED")
-
-    assert runs == [1]
-    assert (row.attempts, row.lapses, row.lease_seq) == (1, 0, 1)
-
-
 async def test_resources_are_opened_and_closed_once(dsn, outbox: Outbox, table: Table):
     log: list[str] = []
 
