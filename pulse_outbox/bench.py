@@ -35,6 +35,7 @@ PINGS = 100
 PING_GAP = 0.02
 BULK = 5000
 WARM_UP = 10
+DROP_TRIES = 5
 PATIENCE = 120.0
 """How long a step may take, in seconds."""
 
@@ -114,7 +115,15 @@ def _throw_away_schema(dsn: str, report: Callable[[str], None]) -> Iterator[str]
 def _drop(dsn: str, schema: str) -> None:
     """The schema, and the roles that its migration made; they are named after it, so nobody else's."""
     with psycopg.connect(dsn, autocommit=True, application_name="pulse-outbox bench") as conn:
-        conn.execute(sql.SQL("drop schema if exists {} cascade").format(sql.Identifier(schema)))
+        drop = sql.SQL("drop schema if exists {} cascade").format(sql.Identifier(schema))
+        for attempt in range(DROP_TRIES):
+            try:
+                conn.execute(drop)
+                break
+            except psycopg.errors.DeadlockDetected:
+                # A dispatcher that was interrupted may still have a statement under way on the server.
+                if attempt == DROP_TRIES - 1:
+                    raise
         # Looked for first: even `if exists` asks for the right to drop one.
         made = conn.execute(
             "select rolname from pg_roles where rolname = any (%s)", [list(schemas.role_names(schema))]

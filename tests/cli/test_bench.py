@@ -58,10 +58,11 @@ def test_interrupted_it_cleans_up(environment, empty_dsn, number):
         schema = schema_in(lines.readline())
         before = left_behind(empty_dsn, schema)
         process.send_signal(number)
-        lines.read()
+        rest = lines.read()
 
     assert before
-    assert process.returncode == 130
+    # Python itself ends by SIGINT when it was interrupted in the middle of an import; a shell calls both 130.
+    assert process.returncode in (130, -signal.SIGINT), rest
     assert not left_behind(empty_dsn, schema)
 
 
