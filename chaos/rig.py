@@ -39,7 +39,6 @@ TICK = 0.05
 CLOCK_INTERVAL = 2.0
 """Between notes of what the database's clock says when the one of the journals says this."""
 START_DEADLINE = 90.0
-RESTART_AFTER = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +297,6 @@ class Rig:
             "CHAOS_MUTANT": self.settings.mutant,
             "CHAOS_TOPICS": self.settings.topics,
             "PYTHONPATH": str(ROOT),
-            "PYTHONFAULTHANDLER": "",
         }
 
     def _start_process(self, who: str, command: list[str], environment: dict[str, str]) -> Process:
