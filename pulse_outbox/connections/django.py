@@ -6,6 +6,8 @@ import asyncio
 import os
 from typing import Any
 
+from django.conf import settings
+from django.db import connections as django_connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import ConnectionHandler
 from django.utils.connection import ConnectionProxy
@@ -64,6 +66,19 @@ class DjangoRoute:
     def copy(self, copy: Copy) -> None:
         with self._connection.wrap_database_errors:
             self._beneath.copy(copy)
+
+
+def end_request() -> None:
+    """What Django does before and after a request, for a handler's thread, which has none: closes its old connections.
+
+    One that a restart of the database has broken would fail every handler in the thread from then on, and idle threads
+    would hold theirs. A connection with a transaction, a test's, is left alone.
+    """
+    if not settings.configured:
+        return
+    for connection in django_connections.all(initialized_only=True):
+        if not connection.in_atomic_block:
+            connection.close_if_unusable_or_obsolete()
 
 
 def _in_event_loop() -> bool:

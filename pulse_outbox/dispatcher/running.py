@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import sys
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import replace
@@ -225,11 +226,28 @@ class Attempt:
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    django = _django()
+    django()
     try:
         return function(*arguments)
     except (StopIteration, GeneratorExit) as error:
         # These steer coroutines: whoever awaited a future with one of them would wait for ever, or be closed.
         raise RuntimeError(f"the handler raised {type(error).__name__}") from error
+    finally:
+        django()
+
+
+def _django() -> Callable[[], None]:
+    """What Django, where the application has it, wants before and after the work of a thread."""
+    if "django.db" not in sys.modules:
+        return _nothing
+    from pulse_outbox.connections.django import end_request
+
+    return end_request
+
+
+def _nothing() -> None:
+    """The usual case."""
 
 
 def job_fields(job: Job) -> dict[str, Any]:

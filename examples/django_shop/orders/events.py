@@ -1,6 +1,6 @@
 """The events and their handlers. Plain functions run in threads, so the ORM may be used as in a view."""
 
-from django.db import close_old_connections, connection, transaction
+from django.db import connection, transaction
 from django.db.models import F
 from pydantic import BaseModel
 
@@ -16,7 +16,6 @@ class OrderPaid(BaseModel):
 
 @outbox.handler("order.paid")
 def send_receipt(event: Event[OrderPaid]) -> None:
-    close_old_connections()  # this thread may have one from before a restart of the database
     with transaction.atomic():
         # The record and the update commit together: a second run finds the record.
         if outbox.first_time(connection, event):
