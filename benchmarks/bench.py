@@ -15,6 +15,8 @@ from benchmarks.protocol import DriverProcess, started
 from pulse_outbox.schema import migrate
 
 LOAD_BATCH = 5000
+MOST_AT_ONCE = 20_000_000
+"""Bytes of payload that are enqueued in one call."""
 GRACE = 120.0
 """What a driver gets beyond the time that its task allows, in seconds."""
 
@@ -81,6 +83,10 @@ class Bench:
         self.payload = payload
         self._logs = logs
 
+    def bulk(self, batch: int) -> int:
+        """So many jobs at once, or fewer when they are large: some products build one text of them all."""
+        return max(1, min(batch, MOST_AT_ONCE // max(1, self.payload)))
+
     def start(self, key: str, task: Task) -> contextlib.AbstractContextManager[DriverProcess]:
         """A driver that is ready to go."""
         product = self.installed[key]
@@ -117,7 +123,7 @@ class Bench:
                 action="enqueue",
                 dsn=dsn,
                 count=count,
-                batch=LOAD_BATCH,
+                batch=self.bulk(LOAD_BATCH),
                 payload=self.payload,
                 options={**entry.options, **options, "load": True},
                 seconds=3600,

@@ -12,6 +12,7 @@ Standard library only, since it runs in every peer's environment.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import random
 import sys
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 MARKS = 400
@@ -58,10 +60,14 @@ class Task:
 
 def payload_of(number: int, size: int) -> dict[str, Any]:
     """A payload of about *size* bytes that names its job."""
-    padding = size - 10 - len(str(number))
-    if padding < 8:
-        return {"n": number}
-    return {"n": number, "pad": "x" * (padding - 2)}
+    length = size - 12 - len(str(number))
+    return {"n": number, "pad": padding(length)} if length >= 6 else {"n": number}
+
+
+@cache
+def padding(length: int) -> str:
+    """Text that does not compress: a hundred kilobytes of one letter would be a hundred bytes on disk."""
+    return base64.b64encode(random.Random(7).randbytes(length)).decode()[:length]
 
 
 class Producer(Protocol):

@@ -38,6 +38,8 @@ class Peer:
     language: str
     lease: str
     """row: every job has a lease of its own; batch: whole batches are acknowledged."""
+    deletes: str
+    """Completed rows: deleted always, never, or as an option (another table or a truncated one counts as deleted)."""
     requires: tuple[str, ...]
     reason: str
     """Why this version."""

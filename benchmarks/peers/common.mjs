@@ -1,5 +1,6 @@
 // What the drivers written for Node share; the protocol is told at the top of benchmarks/driver.py.
 
+import { randomBytes } from "node:crypto";
 import { createInterface } from "node:readline";
 
 const MARKS = 400;
@@ -22,9 +23,14 @@ export function connectionOf(dsn) {
   };
 }
 
+let padding = "";
+
 export function payloadOf(number, size) {
-  const padding = size - 10 - String(number).length;
-  return padding < 8 ? { n: number } : { n: number, pad: "x".repeat(padding - 2) };
+  const length = size - 12 - String(number).length;
+  if (length < 6) return { n: number };
+  // Text that does not compress.
+  if (padding.length < length) padding = randomBytes(size).toString("base64");
+  return { n: number, pad: padding.slice(0, length) };
 }
 
 /** A worker's run: counts what its handler has seen, and knows when it is over. */

@@ -28,7 +28,7 @@ begin
                 order by d.next_run_at, d.id
                 limit v_batch
                   for update skip locked))
-      returning j.id, j.topic, j.payload, j.attempts, j.next_run_at
+      returning j.id, j.topic, j.payload::text, j.attempts, j.next_run_at
     )
     select array_agg(id), max(next_run_at), max(id) into v_ids, v_due, v_id from claimed;
     commit;

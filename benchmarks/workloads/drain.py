@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 
 from benchmarks.bench import Bench, Entry, Outcome, Workload, everyone, ours
-from benchmarks.driver import Task
+from benchmarks.driver import Task, payload_of
 from benchmarks.environments import OURS, Peer
 from benchmarks.measures import rate, tenths
 from benchmarks.postgres import observed, rows, vacuum_held_back, wal_position
@@ -95,9 +95,8 @@ def _pure_sql(bench: Bench, entry: Entry, size: Mapping[str, Any]) -> Outcome:
             rows(
                 dsn,
                 "insert into bench_job (topic, payload) "
-                "select 'bench', jsonb_build_object('n', n, 'pad', repeat('x', greatest(0, %s - 20))) "
-                "from generate_series(1, %s) as n",
-                bench.payload,
+                "select 'bench', jsonb_build_object('n', n, 'pad', %s::text) from generate_series(1, %s) as n",
+                payload_of(0, bench.payload).get("pad", ""),
                 size["count"],
             )
             bench.postgres.settle(dsn)
@@ -143,10 +142,16 @@ def _with_pure_sql(peers: Sequence[Peer]) -> list[Entry]:
 
 def _deleting(peers: Sequence[Peer]) -> list[Entry]:
     return [
-        *(Entry(label=f"{peer.name}, delete", key=peer.key, options={"delete": True}) for peer in peers),
+        *(_deleting_entry(peer) for peer in peers if peer.deletes != "never"),
         ours("pure SQL, ours, delete", sql="ours", delete=True),
         ours("pure SQL, bare, delete", sql="bare", delete=True),
     ]
+
+
+def _deleting_entry(peer: Peer) -> Entry:
+    if peer.deletes == "always":
+        return Entry(label=peer.name, key=peer.key)
+    return Entry(label=f"{peer.name}, delete", key=peer.key, options={"delete": True})
 
 
 def _only_ours(peers: Sequence[Peer]) -> list[Entry]:

@@ -30,7 +30,7 @@ def enqueue(bench: Bench, entry: Entry, size: Mapping[str, Any]) -> Outcome:
             dsn=dsn,
             mode=size["mode"],
             count=size["count"],
-            batch=size.get("batch", 1),
+            batch=bench.bulk(size.get("batch", 1)),
             payload=bench.payload,
             seconds=size["seconds"],
             options=dict(entry.options),
