@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session", name="testbed")
 def _testbed(outbox_databases: Testbed) -> Testbed:
     """Makes databases on the run's server: `with testbed.database(migrated=False) as dsn`."""
+    outbox_databases.template()  # with it the server has the schema's roles, which logins are made members of
     return outbox_databases
 
 
