@@ -134,14 +134,12 @@ class Bench:
     async def _outcome(self, job: Job) -> Outcome:
         self._runner.forget()
         self.delivered = asyncio.get_running_loop().create_future()
-        borrowed = self._link if isinstance(self._link, Borrowed) else None
-        if borrowed is not None:
-            await borrowed.savepoint()
-        self._slots.add([job])
-        outcome = await self.delivered
-        if borrowed is not None:
-            await borrowed.end_savepoint()
-        return outcome
+        if not isinstance(self._link, Borrowed):
+            self._slots.add([job])
+            return await self.delivered
+        async with self._link.around_handler():
+            self._slots.add([job])
+            return await self.delivered
 
     async def _stored(self, outcome: Outcome) -> tuple[Outcome, Answer | None]:
         self.settled = asyncio.get_running_loop().create_future()

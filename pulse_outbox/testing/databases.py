@@ -61,6 +61,11 @@ class Databases:
         """A libpq URI, which SQLAlchemy, asyncpg and others read too."""
         return as_uri(make_conninfo(self.server_dsn, dbname=database))
 
+    def django_settings(self) -> dict[str, str]:
+        """The server as the settings of a Django database name it: HOST, PORT, USER, PASSWORD."""
+        given = conninfo_to_dict(self.server_dsn)
+        return {name.upper(): str(given.get(name) or "") for name in ("host", "port", "user", "password")}
+
     @contextmanager
     def database(self, *, migrated: bool = True, prepare: Prepare | None = None) -> Iterator[str]:
         """A database of its own; the DSN. Without *migrated* it is empty."""

@@ -255,6 +255,7 @@ class TestKit:
 
         A *payload* that is a mapping names some of the fields, anything else is compared as a whole.
         """
+        __tracebackhide__ = True  # pytest shows the test's own line
         found = self.enqueued(connection)
         return _judged(found, Wanted(topic=topic, payload=payload, fields=fields), count)
 
@@ -268,6 +269,7 @@ class TestKit:
         **fields: Unpack[Fields],
     ) -> list[StoredEvent[Any]]:
         """`assert_enqueued`, in the test's event loop."""
+        __tracebackhide__ = True
         found = await self.enqueued_async(connection)
         return _judged(found, Wanted(topic=topic, payload=payload, fields=fields), count)
 
@@ -532,6 +534,7 @@ def _in_order(lanes: Iterator[Lane]) -> list[Lane]:
 
 
 def _judged(found: list[StoredEvent[Any]], wanted: Wanted, count: int | None) -> list[StoredEvent[Any]]:
+    __tracebackhide__ = True
     fitting = [event for event in found if wanted.fits(event)]
     if fitting if count is None else len(fitting) == count:
         return fitting

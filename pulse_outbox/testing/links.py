@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -92,17 +92,24 @@ class Borrowed:
     async def close(self) -> None:
         """It isn't ours."""
 
-    async def savepoint(self) -> None:
-        """Before a handler runs."""
+    @asynccontextmanager
+    async def around_handler(self) -> AsyncIterator[None]:
+        """In a savepoint: where the handler leaves a failed transaction, it is rolled back to before the handler."""
         await self._execute(f"savepoint {_SAVEPOINT}")
-
-    async def end_savepoint(self) -> None:
-        """After it: where the handler left a failed transaction, it is rolled back to before the handler."""
+        await self._keep_open(True)
+        try:
+            yield
+        finally:
+            await self._keep_open(False)
         try:
             await self._execute(f"release savepoint {_SAVEPOINT}")
         except Exception:  # whatever the driver calls it
             await self._execute(f"rollback to savepoint {_SAVEPOINT}")
             await self._execute(f"release savepoint {_SAVEPOINT}")
+
+    async def _keep_open(self, keep: bool) -> None:
+        if self._here is not None:
+            await self._call(lambda: _keep_open(self._given, keep))
 
     async def _execute(self, text: str) -> None:
         if self._here is not None:
@@ -113,6 +120,16 @@ class Borrowed:
     async def _call(self, function: Callable[[], Any]) -> Any:
         assert self._here is not None
         return await asyncio.wrap_future(self._here.submit(function))
+
+
+def _keep_open(connection: Any, keep: bool) -> None:
+    """Lets Django's `close_old_connections`, which handlers call, not end the test's own transaction."""
+    housekeeping = "close_if_unusable_or_obsolete"
+    if hasattr(connection, housekeeping):
+        if keep:
+            setattr(connection, housekeeping, lambda: None)
+        else:
+            delattr(connection, housekeeping)
 
 
 def _execute(connection: Any, text: str) -> None:

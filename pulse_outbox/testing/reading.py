@@ -185,7 +185,10 @@ def describe(events: Iterable[StoredEvent[Any]], fields: Iterable[str] = ()) -> 
     ]
     if len(shown) > _LINES_SHOWN:
         shown[_LINES_SHOWN:] = [f"and {len(shown) - _LINES_SHOWN} more"]
-    return "\n".join(f"  {line}" for line in shown) or "  nothing"
+    return (
+        "\n".join(f"  {line}" for line in shown)
+        or "  nothing (what is not committed is seen with its connection)"
+    )
 
 
 def _json(value: object) -> str:

@@ -7,7 +7,12 @@ import socket
 import httpx
 import psycopg
 import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.pool import NullPool
 
+from pulse_outbox.testing import TestKit
+from tests.connections.drivers import url_of
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(240)  # two processes that import a web framework each, on a busy machine
@@ -46,8 +51,13 @@ def test_the_fastapi_shop_reserves_what_was_ordered(example, conn):
         ),
         within=20,
     )
-    # The order that failed left no event.
-    assert conn.execute("select status::text from pulse.outbox").fetchall() == [("COMPLETED",)]
+
+    def statuses() -> list[tuple[str]]:
+        conn.commit()
+        return conn.execute("select status::text from pulse.outbox").fetchall()
+
+    # The handler's work is committed a moment before the event is. The order that failed left no event.
+    wait_until(lambda: statuses() == [("COMPLETED",)], within=20)
     assert conn.execute("select stock from article").fetchall() == [(9,)]
 
 
@@ -72,3 +82,31 @@ def test_the_django_shop_sends_a_receipt(example, empty_dsn):
             ("ada@example.com", 1)
         ]
         assert conn.execute("select status::text from pulse.outbox").fetchall() == [("COMPLETED",)]
+
+
+async def test_the_fastapi_shop_is_tested_as_the_documentation_says(example, dsn, monkeypatch):
+    """Imported with a database that leads nowhere, and bound to the test's own; killed before it could say so."""
+    shop = example("fastapi_shop")
+    shop.dsn = "postgresql://nowhere/"
+    module = shop.module("fastapi_shop", monkeypatch)
+    sync_engine = create_engine(url_of(dsn, "psycopg"))
+    module.Base.metadata.create_all(sync_engine)
+    with sync_engine.begin() as connection:
+        connection.execute(text("insert into article values ('lamp', 10)"))
+    sync_engine.dispose()
+    module.Session.configure(bind=create_async_engine(url_of(dsn, "asyncpg"), poolclass=NullPool))
+
+    with TestKit(module.outbox, dsn=dsn) as kit:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(module.app), base_url="http://shop"
+        ) as client:
+            answer = await client.post("/orders", params={"article": "lamp"})
+        await kit.assert_enqueued_async(topic="order.placed", payload=answer.json(), count=1)
+        with kit.crash_at("before_complete"):
+            await kit.drain_async()
+        kit.advance(minutes=1)
+        [ran] = await kit.drain_async()
+        ran.raise_if_failed()
+
+    with psycopg.connect(dsn) as conn:
+        assert conn.execute("select stock from article").fetchall() == [(9,)]

@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from pulse_outbox import SettingsError
+from pulse_outbox import Event, SettingsError
 from pulse_outbox.testing import TestKit
 from tests.connections.drivers import (
     DRIVERS,
@@ -171,3 +171,24 @@ def test_what_is_no_connection_is_refused(shop):
         pytest.raises(SettingsError, match="a connection is needed"),
     ):
         kit.drain()
+
+
+def test_a_django_handler_may_look_after_its_connection(open_driver, outbox_dsn, shop: Shop):
+    """close_old_connections() is how a Django handler begins; here it would close the test's transaction."""
+    from django.db import close_old_connections, connection
+
+    driver = open_driver(Django, outbox_dsn)
+
+    @shop.outbox.handler("careful")
+    def careful(event: Event) -> None:
+        close_old_connections()
+        driver.execute("insert into ledger values (7)")
+
+    with kit_on(driver, shop) as call:
+        driver.enqueue(shop.outbox, "careful", {})
+        call("drain")[0].raise_if_failed()
+    driver.commit()
+
+    assert "close_if_unusable_or_obsolete" not in vars(connection._connections["default"])
+    with psycopg.connect(outbox_dsn) as conn:
+        assert conn.execute("select order_id from ledger").fetchall() == [(7,)]
