@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -60,7 +60,7 @@ class Example:
         command = running(self.folder, target, *options, dsn=self.dsn, stderr=None, **self.environment)
         return self._open.enter_context(command)
 
-    def process(self, *arguments: str) -> subprocess.Popen[bytes]:
+    def process(self, *arguments: str, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
         """Some other process that goes on until the end of the test."""
         process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -68,6 +68,7 @@ class Example:
             env={**os.environ, "PULSE_OUTBOX_DSN": self.dsn, **self.environment},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            pass_fds=pass_fds,
         )
 
         def end() -> None:
