@@ -7,6 +7,7 @@ from email.utils import format_datetime
 
 import psycopg
 import pytest
+from psycopg import sql
 
 from pulse_outbox.testing import TestKit
 from tests.examples.conftest import EXAMPLES
@@ -91,13 +92,29 @@ def test_the_other_program_gets_no_right_on_the_outbox(billing, statement):
         billing.execute(statement)
 
 
+def test_the_function_is_for_nobody_else(billing, conn):
+    """The schema's own rights keep others out as well; this is the second lock."""
+    may = "select has_function_privilege(%s, 'invoice_events.invoice_was_paid()', 'execute')"
+
+    assert [conn.execute(may, (role,)).fetchone() for role in ("billing_app", "billing_owner")] == [
+        (False,)
+    ] * 2
+    assert conn.execute(may, ("invoice_events",)).fetchone() == (True,)
+
+
 def test_the_other_program_cant_choose_what_the_trigger_finds(billing, conn):
-    """The pitfall of SECURITY DEFINER: a function of the caller's, found first."""
+    """The pitfall of SECURITY DEFINER: a function of the caller's, found before the real one."""
+    conn.execute(
+        sql.SQL("grant create on database {} to billing_app").format(sql.Identifier(conn.info.dbname))
+    )
+    conn.commit()
+    billing.execute("create schema mine")
+    billing.execute("grant usage on schema mine to public")
     billing.execute(
-        "create function pg_temp.jsonb_build_object(text, integer, text, integer) returns jsonb "
+        "create function mine.jsonb_build_object(text, integer, text, integer) returns jsonb "
         "language sql return jsonb '{}'"
     )
-    billing.execute("set search_path = pg_temp, pg_catalog")
+    billing.execute("set search_path = mine, pg_catalog")
     billing.execute("update billing.invoice set paid_at = now() where id = 1")
     billing.commit()
 
