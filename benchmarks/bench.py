@@ -60,6 +60,8 @@ class Workload:
     sizes: Mapping[str, Any]
     quick: Mapping[str, Any]
     """What is different with --quick."""
+    most_rounds: int = 100
+    """Some take too long to be repeated often, and are steady enough not to need it."""
     server: Mapping[str, str] = field(default_factory=dict)
     """Settings that the server needs for it."""
 

@@ -231,7 +231,7 @@ class Measuring:
             self._server(workload.server), installed, payload=self._args.payload, logs=self._out / "logs"
         )
         entries = workload.entries([peer for peer in self._peers if peer.key in installed])
-        for number_ in range(1, self._rounds + 1):
+        for number_ in range(1, min(self._rounds, workload.most_rounds) + 1):
             order = self._random.sample(entries, len(entries))
             for place, entry in enumerate(order, start=1):
                 self._results.runs.append(self._run_one(bench, workload, sizes, entry, number_, place))

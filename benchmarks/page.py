@@ -37,10 +37,11 @@ def check(results: Results) -> None:
             "measure again when it is quiet (--patience waits for that)"
         )
     few = [
-        name for name in results.workloads() if len({run.round for run in results.of(name)}) < FEWEST_ROUNDS
+        name
+        for name in results.workloads()
+        if len({run.round for run in results.of(name)}) < min(FEWEST_ROUNDS, WORKLOADS[name].most_rounds)
     ]
-    # An hour of memory, or ten million rows, is measured once.
-    if few := [name for name in few if name not in {"memory", "backlog", "completed-5m", "heartbeat"}]:
+    if few:
         raise NotFit(f"fewer than {FEWEST_ROUNDS} rounds of {', '.join(few)}")
 
 

@@ -61,7 +61,7 @@ def style(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def progress(axes: Any, runs: Runs) -> bool:
-    """Jobs per second over the share of the jobs that are done."""
+    """Jobs per second over the course of the run: by share, since the quick ones would end at the left edge."""
     drawn = False
     for run in runs:
         points = list(rates(run["progress"]))
@@ -73,7 +73,7 @@ def progress(axes: Any, runs: Runs) -> bool:
     return drawn
 
 
-def rates(points: list[list[float]], pieces: int = 40) -> Iterator[tuple[float, float]]:
+def rates(points: list[list[float]], pieces: int = 20) -> Iterator[tuple[float, float]]:
     """(per cent done, jobs per second) over about so many equal pieces of a run."""
     if len(points) < 3:
         return

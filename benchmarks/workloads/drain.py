@@ -160,6 +160,7 @@ def _only_ours(peers: Sequence[Peer]) -> list[Entry]:
 
 def _drain(name: str, title: str, entries: Any = everyone, better: str = "+rate", **size: Any) -> Workload:
     quick = size.pop("quick", {})
+    most_rounds = size.pop("most_rounds", 100)
     return Workload(
         name=name,
         title=title,
@@ -168,6 +169,7 @@ def _drain(name: str, title: str, entries: Any = everyone, better: str = "+rate"
         run=drain,
         sizes={"concurrency": 100, "batch": 500, **size},
         quick={"count": 10_000, "seconds": 10.0, **quick},
+        most_rounds=most_rounds,
     )
 
 
@@ -179,6 +181,7 @@ WORKLOADS = (
         _with_pure_sql,
         count=1_000_000,
         seconds=120.0,
+        most_rounds=3,
         quick={"count": 30_000},
     ),
     _drain("drain-delete", "Drain of 50,000, completed rows deleted at once", _deleting, count=50_000),
@@ -239,6 +242,7 @@ WORKLOADS = (
         _only_ours,
         count=50_000,
         completed=5_000_000,
+        most_rounds=2,
         quick={"completed": 20_000},
     ),
 )

@@ -319,6 +319,7 @@ WORKLOADS = (
         run=backlog,
         sizes={"count": 10_000_000, "claims": 200, "batch": 100},
         quick={"count": 20_000, "claims": 30},
+        most_rounds=2,
     ),
     Workload(
         name="dispatchers",
@@ -337,6 +338,7 @@ WORKLOADS = (
         run=heartbeat,
         sizes={"count": 10_000, "batch": 500, "seconds": 60.0},
         quick={"count": 500, "seconds": 10.0},
+        most_rounds=2,
     ),
     Workload(
         name="memory",
@@ -346,5 +348,6 @@ WORKLOADS = (
         run=memory_over_time,
         sizes={"rate": 2000.0, "seconds": 3600.0, "concurrency": 100, "batch": 500},
         quick={"seconds": 10.0},
+        most_rounds=1,
     ),
 )
