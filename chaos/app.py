@@ -186,8 +186,11 @@ async def generations(event: Event[dict[str, Any]]) -> None:
 
 # Those with effects
 
+ANSWER_WITHIN = 15
+"""Seconds. Their own statements meet a network that swallows answers: without a timeout they would wait for ever."""
 
-@handles("transactional", transactional=True)
+
+@handles("transactional", transactional=True, timeout=ANSWER_WITHIN)
 async def transactional(event: Event[dict[str, Any]]) -> None:
     await event.connection.execute(
         "insert into chaos.effect values (%s, 'transactional', %s)", (event.id, event.lease_seq)
@@ -197,7 +200,7 @@ async def transactional(event: Event[dict[str, Any]]) -> None:
     await asyncio.sleep(event.payload["seconds"])
 
 
-@handles("transactional.sync", transactional=True)
+@handles("transactional.sync", transactional=True, timeout=ANSWER_WITHIN)
 def transactional_sync(event: Event[dict[str, Any]]) -> None:
     event.connection.execute(
         "insert into chaos.effect values (%s, 'transactional', %s)", (event.id, event.lease_seq)
@@ -207,7 +210,7 @@ def transactional_sync(event: Event[dict[str, Any]]) -> None:
     time.sleep(event.payload["seconds"])
 
 
-@handles("effect")
+@handles("effect", timeout=ANSWER_WITHIN)
 def effect(event: Event[dict[str, Any]]) -> None:
     """Its effect is committed with the record of it; the end of the job comes later, or never."""
     with psycopg.connect(DSN, connect_timeout=5, options="-c statement_timeout=5000") as conn:

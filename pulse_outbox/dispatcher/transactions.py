@@ -75,14 +75,15 @@ class Transactions:
             conn = await self._async_pool.getconn(timeout=PATIENCE)
         except (PoolTimeout, psycopg.Error) as error:
             raise NotStarted("no connection for its transaction") from error
-        deadline: asyncio.TimerHandle | None = None
+        # What is ours to wait for, before and after the handler: a server that does not answer is not waited for long.
+        deadline = asyncio.get_running_loop().call_later(DEADLINE, shut_down, conn)
         begun = False
         try:
             await conn.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
             async with conn.transaction():
                 begun = True
+                deadline.cancel()
                 await job.handler.function(build(conn))
-                # The rest, with the commit, is ours to wait for: a server that does not answer is not waited for long.
                 deadline = asyncio.get_running_loop().call_later(DEADLINE, shut_down, conn)
                 give_up_at = time.monotonic() + PATIENCE
                 # A cursor of its own: the handler may have given the connection another row factory.
@@ -101,8 +102,7 @@ class Transactions:
                 raise NotStarted("its transaction could not begin") from error
             raise
         finally:
-            if deadline is not None:
-                deadline.cancel()
+            deadline.cancel()
             conn.row_factory = tuple_row
             await self._async_pool.putconn(conn)
 
@@ -112,15 +112,15 @@ class Transactions:
             conn = self._pool.getconn(timeout=PATIENCE)
         except (PoolTimeout, psycopg.Error) as error:
             raise NotStarted("no connection for its transaction") from error
-        deadline = threading.Timer(DEADLINE, shut_down, (conn,))
-        deadline.daemon = True
+        deadline = _cut_off_later(conn)
         begun = False
         try:
             conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
             with conn.transaction():
                 begun = True
+                deadline.cancel()
                 job.handler.function(build(conn))
-                deadline.start()
+                deadline = _cut_off_later(conn)
                 give_up_at = time.monotonic() + PATIENCE
                 cursor = conn.cursor(row_factory=tuple_row)
                 while self._is_locked(
@@ -152,21 +152,36 @@ class Transactions:
         return True
 
 
+def _cut_off_later(conn: psycopg.Connection[Any]) -> threading.Timer:
+    deadline = threading.Timer(DEADLINE, shut_down, (conn,))
+    deadline.daemon = True
+    deadline.start()
+    return deadline
+
+
 async def _check_async(conn: psycopg.AsyncConnection[Any]) -> None:
-    await conn.set_autocommit(True)
-    cursor = conn.cursor(row_factory=tuple_row)
-    if await (await cursor.execute(_IS_READ_ONLY)).fetchone() != ("off",):
-        await conn.close()  # or the pool would keep it
-        raise psycopg.OperationalError("the server is read-only")
-    await conn.set_autocommit(False)
+    deadline = asyncio.get_running_loop().call_later(DEADLINE, shut_down, conn)
+    try:
+        await conn.set_autocommit(True)
+        cursor = conn.cursor(row_factory=tuple_row)
+        if await (await cursor.execute(_IS_READ_ONLY)).fetchone() != ("off",):
+            await conn.close()  # or the pool would keep it
+            raise psycopg.OperationalError("the server is read-only")
+        await conn.set_autocommit(False)
+    finally:
+        deadline.cancel()
 
 
 def _check(conn: psycopg.Connection[Any]) -> None:
-    conn.autocommit = True
-    if conn.cursor(row_factory=tuple_row).execute(_IS_READ_ONLY).fetchone() != ("off",):
-        conn.close()
-        raise psycopg.OperationalError("the server is read-only")
-    conn.autocommit = False
+    deadline = _cut_off_later(conn)
+    try:
+        conn.autocommit = True
+        if conn.cursor(row_factory=tuple_row).execute(_IS_READ_ONLY).fetchone() != ("off",):
+            conn.close()
+            raise psycopg.OperationalError("the server is read-only")
+        conn.autocommit = False
+    finally:
+        deadline.cancel()
 
 
 def completion(schema: str) -> sql.Composed:
