@@ -10,6 +10,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -174,7 +175,7 @@ def _event_annotation(who: str, function: Function, plain: Any, local_names: Map
 
     probe.__annotations__ = {"event": first.annotation}
     unwrapped = inspect.unwrap(plain)
-    closure = inspect.getclosurevars(unwrapped).nonlocals if inspect.isfunction(unwrapped) else {}
+    closure = _closure_of(unwrapped) if inspect.isfunction(unwrapped) else {}
     try:
         hints = typing.get_type_hints(
             probe, getattr(unwrapped, "__globals__", {}), {**local_names, **closure}
@@ -185,6 +186,15 @@ def _event_annotation(who: str, function: Function, plain: Any, local_names: Map
             "module level, import it outside `if TYPE_CHECKING:`, or annotate with a bare Event"
         ) from error
     return hints["event"]
+
+
+def _closure_of(function: types.FunctionType) -> dict[str, Any]:
+    """The names of enclosing functions that it uses, but for those that have no value yet."""
+    closure = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # it is assigned further down
+            closure[name] = cell.cell_contents
+    return closure
 
 
 def _describe_decoding(error: BaseException, adapter: TypeAdapter[Any] | None) -> str:

@@ -238,3 +238,17 @@ def test_the_mapping_of_handlers_is_read_only():
 
     with pytest.raises(TypeError):
         handlers["x"] = 1
+
+
+def test_a_handler_may_use_what_is_defined_after_it():
+    """As in any function: the name has to have a value when the handler is called, not when it is registered."""
+
+    def handle(event: Event[OrderPaid]) -> int:
+        return defined_later()
+
+    handler = registered(handle)
+
+    def defined_later() -> int:
+        return 7
+
+    assert handler.decode('{"order_id": 1}').order_id == 1
