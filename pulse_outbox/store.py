@@ -138,7 +138,7 @@ class Store:
         retries = retries or StorageRetries()
         self._storage = retries.storage.retrying()
         self._dequeue = retries.dequeue.retrying()
-        self._queries: dict[str, bytes] = {}
+        self._queries: dict[tuple[str, ...], bytes] = {}
         self._tries: dict[UUID, int] = {}
         """How often each of the latest claims was sent, by its token."""
 
@@ -223,6 +223,19 @@ class Store:
         rows.sort(key=_due_order)
         if len(set(map(_priority, rows))) > 1:
             rows.sort(key=_priority, reverse=True)
+        return [_as_claim((*row, token)) for row in rows]
+
+    async def held_by(self, token: UUID) -> list[Claim]:
+        """What runs under this token: what its claim took, and nothing that it has not taken yet."""
+        rows = await self._call(
+            "outbox_claim",
+            self._storage,
+            p_token=token,
+            p_worker="nobody",
+            p_topics=[],
+            p_limit=0,
+            p_lease=timedelta(0),
+        )
         return [_as_claim((*row, token)) for row in rows]
 
     async def heartbeat(
@@ -430,9 +443,9 @@ class Store:
         return await _tried(retrying, self._rows, function, **arguments)
 
     async def _rows(self, function: str, **arguments: object) -> Rows:
-        query = self._queries.get(function)
+        query = self._queries.get((function, *arguments))
         if query is None:
-            query = self._queries[function] = _call_of(self._schema, function, arguments)
+            query = self._queries[function, *arguments] = _call_of(self._schema, function, arguments)
         if self._clock is not None and "p_now" in arguments and arguments["p_now"] is None:
             arguments["p_now"] = self._clock()
         try:

@@ -362,6 +362,7 @@ class ChildSuspects:
             if call is None or not child.usable:
                 return False
             crew.unanswered = call
+            self._in_flight.ask(call.token)
             # Others are claimed beside these, and share the limits of handlers.
             with self._in_flight.reserving((key.topic, quota) for key, quota in call.quotas.items()):
                 claims = await self._store.claim(
@@ -380,6 +381,7 @@ class ChildSuspects:
             self._condition.is_well("suspects")
             crew.due.note(call.quotas, call.limit, claims)
             self._take_in(claims, call.at, child)
+            self._in_flight.answered(call.token)
             self._keep_places()
             return bool(claims)
 
@@ -402,7 +404,8 @@ class ChildSuspects:
         now = time.monotonic()
         jobs = [Job(claim, self._handlers[claim.topic], claimed_at, lease, now) for claim in claims]
         self._in_flight.add(jobs)
-        if self._closing:
+        # Expired: the loop stood still before it read the answer, and somebody else may be running them by now.
+        if self._closing or now > claimed_at + lease:
             for job in jobs:
                 job.stage = "finished"
                 self._deliver(Released(job))

@@ -59,6 +59,7 @@ class Heart:
         self._main = asyncio.get_running_loop()
         self._seen = time.monotonic()
         self._blocked = False
+        self._kept_at = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._ready = threading.Event()
@@ -172,6 +173,7 @@ class Heart:
             still_for = time.monotonic() - self._seen
             if still_for > lease / 3:
                 self._condition.complain("loop", "a handler blocks the event loop")
+                await self._keep_what_nobody_reads(store, still_for)
             if still_for > lease and not self._blocked:
                 self._blocked = True
                 self._withdraw_waiting(still_for)
@@ -183,6 +185,29 @@ class Heart:
         self._seen = time.monotonic()
         self._blocked = False
         self._condition.is_well("loop")
+        self._condition.is_well("unread")
+
+    async def _keep_what_nobody_reads(self, store: Store, still_for: float) -> None:
+        """A claim may have been answered, and the loop stands still: what it took must not lapse.
+
+        After a lease it goes back, as all that has not started: the loop, once it reads the answer, finds it expired.
+        """
+        if time.monotonic() < self._kept_at + self._settings.seconds("heartbeat"):
+            return
+        self._kept_at = time.monotonic()
+        try:
+            for token in self._in_flight.asked():
+                held = await store.held_by(token)
+                if not held:
+                    continue
+                if still_for > self._settings.seconds("lease"):
+                    await store.release(held)
+                else:
+                    await store.heartbeat(held, lease=self._settings.lease_time)
+        except Exception as error:
+            self._condition.complain(
+                "unread", f"claims that nobody reads can't be kept: {type(error).__name__}"
+            )
 
     def _withdraw_waiting(self, still_for: float) -> None:
         """The loop stands still: what has not started may run elsewhere. What runs keeps its lease."""

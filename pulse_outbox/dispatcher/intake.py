@@ -206,6 +206,7 @@ class Intake:
     async def _claim(self, call: _ClaimCall, *, fresh: bool) -> None:
         """One claim. After an error it stays unanswered and is asked again: what it took must not be forgotten."""
         self._claiming = True
+        self._in_flight.ask(call.token)
         try:
             # Suspects are claimed beside this, and share the limits of handlers.
             with self._in_flight.reserving(call.plan.quotas.items()):
@@ -225,6 +226,7 @@ class Intake:
             self._unanswered = None
             self._lanes.note(call.plan, claims)
             self._take_in(claims, call.at)
+            self._in_flight.answered(call.token)
         finally:
             self._claiming = False
         if claims:

@@ -153,12 +153,25 @@ class InFlight:
     def __init__(self) -> None:
         self._jobs: dict[Job, None] = {}
         self._by_topic: dict[str, int] = {}
+        self._asked: dict[UUID, None] = {}
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def __contains__(self, job: object) -> bool:
         return job in self._jobs
+
+    def ask(self, token: UUID) -> None:
+        """A claim is sent: from now on the database may hold something for this process that it does not know of."""
+        self._asked[token] = None
+
+    def answered(self, token: UUID) -> None:
+        """And here it is."""
+        self._asked.pop(token, None)
+
+    def asked(self) -> list[UUID]:
+        """The tokens of claims without an answer."""
+        return list(self._asked)
 
     def of_topic(self, topic: str) -> int:
         """How many of this topic, with the places that are reserved."""

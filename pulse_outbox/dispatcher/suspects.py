@@ -112,9 +112,10 @@ class LonelySuspects:
         topics = sorted(self._handlers)
         claimed_at = time.monotonic()
         # Kept until it is answered: a claim that was forgotten would lapse, and that would spend the budget.
-        self._token = self._token or uuid4()
+        token = self._token = self._token or uuid4()
+        self._in_flight.ask(token)
         claims = await self._store.claim(
-            token=self._token,
+            token=token,
             limit=1,
             topics=topics,
             worker=self._settings.worker,
@@ -129,6 +130,7 @@ class LonelySuspects:
             job = Job(claim, self._handlers[claim.topic], claimed_at, self._settings.seconds("lease"))
             self._in_flight.add([job])
             self._slots.add([job])
+        self._in_flight.answered(token)
         while not self._is_quiet():
             await asyncio.sleep(0.01)
 

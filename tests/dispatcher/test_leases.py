@@ -8,6 +8,8 @@ import ctypes
 import threading
 import time
 
+import pytest
+
 from pulse_outbox import Dispatcher, Event, NewEvent, Outbox, RetryPolicy
 from tests.support.dispatching import Table, dispatching
 from tests.support.proxy import proxied
@@ -99,6 +101,45 @@ async def test_a_deadlocked_loop_gives_back_what_has_not_started(dsn, outbox: Ou
     assert sorted(both) == sorted(event.payload["name"] for event in events)  # type: ignore[index]
     assert await table.count("attempts <> 1 or lapses <> 0") == 0
     assert len(dispatcher._in_flight) == 0
+
+
+@pytest.mark.parametrize("leases", [0.8, 2.5])
+async def test_a_claim_that_a_blocked_loop_does_not_read_is_kept(
+    dsn, outbox: Outbox, table: Table, leases: float
+):
+    """Its answer came while a handler blocked the loop: a budget of one would be spent without a run."""
+    await table.execute(
+        """
+        create function public.slow() returns trigger language plpgsql as $$
+        begin perform pg_sleep(0.5); return new; end $$;
+        create trigger slow before update on pulse.outbox for each row
+          when (new.topic = 'victim' and new.status = 'RUNNING' and old.status = 'PENDING')
+          execute function public.slow();
+        """
+    )
+    victims: list[int] = []
+    outbox.handler("victim", retry=RetryPolicy(max_attempts=1))(lambda event: victims.append(event.attempt))
+
+    async def claim_is_under_way(query: str) -> bool:
+        [(count,)] = await table.execute(query)
+        return bool(count)
+
+    @outbox.handler("blocks")
+    async def blocks(event: Event) -> None:
+        await table.enqueue(outbox, "victim")
+        query = "select count(*) from pg_stat_activity where wait_event = 'PgSleep' and query like '%%outbox_claim%%'"
+        await wait_until_async(lambda: claim_is_under_way(query))
+        time.sleep(leases * 1.5)
+
+    await table.enqueue(outbox, "blocks")
+    other = Outbox()
+    other.handler("nothing")(lambda event: None)
+    with _Elsewhere(other, dsn):  # a watchdog that is awake
+        async with dispatching(outbox, dsn):
+            await table.until("status = 'COMPLETED'", 2, within=20)
+
+    assert victims == [1]
+    assert await table.count("lapses <> 0") == 0
 
 
 class _Watcher:
