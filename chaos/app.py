@@ -25,7 +25,7 @@ from pydantic import BaseModel, ValidationError
 from chaos import alive, mutants
 from chaos.journal import Journal
 from chaos.points import Points
-from chaos.topics import TOPICS
+from chaos.topics import BACKOFF_MAX, ENDLESS, SNOOZE, TOPICS
 from pulse_outbox import Event, Outbox, RetryLater, RetryPolicy, TerminalHandlerError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def handles(topic: str, **options: Any) -> Callable[[Callable[..., Any]], Callab
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         options["retry"] = RetryPolicy(
-            max_attempts=TOPICS[topic].max_attempts, base_delay=0.1, max_delay=min(1, LEASE / 3)
+            max_attempts=TOPICS[topic].max_attempts, base_delay=0.1, max_delay=min(BACKOFF_MAX, LEASE / 3)
         )
 
         @functools.wraps(function)
@@ -299,7 +299,7 @@ async def model(event: Event[Card]) -> None:
 @handles("later")
 async def later(event: Event[dict[str, Any]]) -> None:
     if event.snoozes < event.payload["times"]:
-        raise RetryLater(0.2, max_snoozes=event.payload["limit"])
+        raise RetryLater(SNOOZE, max_snoozes=event.payload["limit"])
 
 
 # Those that do not end
@@ -307,7 +307,7 @@ async def later(event: Event[dict[str, Any]]) -> None:
 
 @handles("hangs", timeout=0.5)
 async def hangs(event: Event[dict[str, Any]]) -> None:
-    await asyncio.sleep(60)
+    await asyncio.sleep(ENDLESS)
 
 
 @handles("hangs in a thread", timeout=0.5)

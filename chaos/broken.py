@@ -12,6 +12,7 @@ import psycopg
 from pulse_outbox.dispatcher.core import Dispatcher
 from pulse_outbox.dispatcher.heart import Heart
 from pulse_outbox.dispatcher.jobs import Completed, Job
+from pulse_outbox.dispatcher.slots import Slot, Slots
 from pulse_outbox.outbox import Outbox
 from pulse_outbox.store import Store
 
@@ -79,3 +80,12 @@ def enqueue_in_another_transaction() -> None:
             return enqueue(self, own, topic, payload, outside_transaction=True, **options)
 
     setattr(Outbox, "enqueue", enqueue_now)  # noqa: B010
+
+
+def let_handlers_hang() -> None:
+    """Nobody looks at the clock."""
+
+    def look_away(self: Slots, slot: Slot, now: float) -> None:
+        slot.deadline = None
+
+    setattr(Slots, "_expire", look_away)  # noqa: B010

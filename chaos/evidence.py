@@ -60,6 +60,7 @@ class Step(NamedTuple):
     snoozes: int = 0
     lease_seq: int = 0
     lease_until: float | None = None
+    next_run_at: float | None = None
     locked_by: str | None = None
     alone: bool = False
     generation: int = 0
@@ -297,8 +298,9 @@ def _clock(directory: Path) -> Clock:
 def _steps(directory: Path, clock: Clock) -> Iterator[Step]:
     for row in journal.read(directory / "tables" / "transition.jsonl"):
         row["at"], row["began"] = clock.at(row["at"]), clock.at(row["began"])
-        if row.get("lease_until") is not None:
-            row["lease_until"] = clock.at(row["lease_until"])
+        for name in ("lease_until", "next_run_at"):
+            if row.get(name) is not None:
+                row[name] = clock.at(row[name])
         yield Step(**row)
 
 

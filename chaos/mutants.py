@@ -28,12 +28,16 @@ class Course:
     seconds: float = 20
     lease: float = 3
     drain_within: float = 180
+    rate: float = 15
     seed: int = 1
 
 
 COURSES = {
     "calm": Course(mix="none"),
-    "poison": Course(mix="none", topics="fast=30,kills=2,kills in a thread=1", lease=1.5, seconds=30),
+    "poison": Course(mix="none", topics="fast=60,kills=1", rate=5, lease=1.5, seconds=60),
+    "keys": Course(mix="none", topics="ordered=1"),
+    "generations": Course(mix="none", topics="fast=1,generations=2"),
+    "hangs": Course(mix="none", topics="fast=20,hangs=1", seconds=40),
     "outages": Course(mix="freeze,kill-dispatcher", lease=2, seconds=40),
     "stops": Course(mix="stop-dispatcher,kill-dispatcher", lease=2, seconds=30),
     "deploys": Course(mix="deploy", lease=2, seconds=30),
@@ -177,19 +181,19 @@ MUTANTS: dict[str, Mutant] = {
     "unpark is lost": Mutant(
         why="a key stands still for ever behind a job that has ended",
         noticed_by=("lost", "drain"),
-        course="calm",
-        changes=(("unpark", "set parked = false,", "set parked = o.parked,"),),
+        course="keys",
+        changes=(("unpark", "if cardinality(v_rows) = 0 then", "if true then"),),
     ),
     "keys run in any order": Mutant(
         why="the second event of an order is handled before the first",
         noticed_by=("order",),
-        course="calm",
+        course="keys",
         changes=(("take", "v_rows := pulse.whose_turn(v_rows, p_now)", "v_rows := v_rows"),),
     ),
     "the dead hold no key": Mutant(
         why="events go on behind a dead letter that should hold them",
         noticed_by=("order",),
-        course="calm",
+        course="keys",
         changes=(("unpark", HEAD_OF_THE_DEAD, "false"), ("whose_turn", HEAD_OF_THE_DEAD, "false")),
     ),
     "enqueue outside the transaction": Mutant(
@@ -209,6 +213,27 @@ MUTANTS: dict[str, Mutant] = {
         noticed_by=("hold", "lease"),
         course="outages",
         changes=(("outbox_reap", "if v_hold > v_now then", "if false then"),),
+    ),
+    "generations are ignored": Mutant(
+        why="old code runs events that were meant for the new",
+        noticed_by=("generation",),
+        course="generations",
+        changes=(("outbox_lanes", "v_generation = any (p_generations)", "true"),),
+    ),
+    "due times are ignored": Mutant(
+        why="what was scheduled or backs off runs with the next claim of its lane",
+        noticed_by=("early",),
+        course="calm",
+        changes=(
+            ("take", "and o.next_run_at <= p_now", ""),
+            ("outbox_claim", "where l.next_run_at <= v_now", "where true"),
+        ),
+    ),
+    "timeouts are not kept": Mutant(
+        why="a handler that hangs keeps its slot and its lease for ever",
+        noticed_by=("timeout",),
+        course="hangs",
+        patch=broken.let_handlers_hang,
     ),
     "payload in last_error": Mutant(
         why="a secret of a customer is read by whoever reads dead letters",

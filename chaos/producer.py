@@ -299,7 +299,7 @@ class Producer:
                 payload["seconds"] = rng.choice((0.2, 1.5, 2.5))
             case "kills" | "kills in a thread":
                 payload["how"] = rng.choice(("kill", "exit", "segfault"))
-                payload["times"] = rng.choice((1, 1, 2, 99))
+                payload["times"] = rng.choice((1, 2, 99, 99))
 
 
 ERRORS = (

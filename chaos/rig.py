@@ -84,6 +84,8 @@ class Rig:
             self.generations[1] = (2,)
         self.extras: list[Process] = []
         self._ordered_stops: dict[int, float] = {}
+        self._ready = False
+        """All dispatchers have been there. Producers rest until then: jobs that kill would keep it from happening."""
         self._healing = False
         self._looked_at = 0.0
         self._clock_noted_at = 0.0
@@ -113,6 +115,7 @@ class Rig:
         self.sentry = self._start_extra("receiver", "chaos.receiver", str(self.directory))
         self._sentry_port = self.sentry.hear()
         self.injector = Injector(self)
+        (self.directory / "brake").touch()
         self._keep_everybody_running()
         self._wait_for_dispatchers()
 
@@ -125,6 +128,7 @@ class Rig:
                     "select count(*) from pulse.dispatcher_status where alive"
                 ).fetchall()
                 if count == self.settings.dispatchers:
+                    self._ready = True
                     return
                 if time.monotonic() > give_up_at:
                     raise RuntimeError(
@@ -265,7 +269,7 @@ class Rig:
         unfinished = sum(self.backlog.values())
         if unfinished > BACKLOG_MAX:
             brake.touch()
-        elif unfinished < BACKLOG_LOW and not self._healing:
+        elif unfinished < BACKLOG_LOW and self._ready and not self._healing:
             brake.unlink(missing_ok=True)
 
     def _look(self, conn: psycopg.Connection[Any]) -> None:
@@ -331,7 +335,9 @@ class Rig:
                 "FAKETIME": skew,
                 "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             }
-        self.journal.write("dispatcher", who=who, skew=skew if FAKETIME else "")
+        self.journal.write(
+            "dispatcher", who=who, skew=skew if FAKETIME else "", generations=self.generations[number]
+        )
         return self._start_process(who, command, environment)
 
     def _start_producer(self, number: int) -> Process:
@@ -413,7 +419,8 @@ def _files_with(text: str, *paths: Path) -> list[str]:
 
 
 _STEP = """extract(epoch from at)::float8 as at, extract(epoch from began)::float8 as began,
-           extract(epoch from lease_until)::float8 as lease_until"""
+           extract(epoch from lease_until)::float8 as lease_until,
+           extract(epoch from next_run_at)::float8 as next_run_at"""
 _TABLES = {
     "transition": f"""
         select id, {_STEP}, who, transaction::text::bigint as transaction, event_id, old_status, status, token,

@@ -12,6 +12,8 @@ class Topic(NamedTuple):
     max_attempts: int = 5
     timed: bool = False
     """Has a timeout, so that a run may count as failed whatever it does afterwards."""
+    endless: bool = False
+    """Does not end by itself for so long that the timeout must have come first."""
     transactional: bool = False
     deleted: bool = False
     """Rows are deleted instead of kept as COMPLETED."""
@@ -34,7 +36,7 @@ TOPICS = {
     "raises in a thread": Topic(30, max_attempts=3),
     "model": Topic(20),
     "later": Topic(30),
-    "hangs": Topic(6, max_attempts=2, timed=True),
+    "hangs": Topic(6, max_attempts=2, timed=True, endless=True),
     "hangs in a thread": Topic(4, max_attempts=2, timed=True),
     "stubborn": Topic(4, max_attempts=2, timed=True),
     "kills": Topic(1, max_attempts=2),
@@ -52,5 +54,11 @@ def weights(wanted: str = "") -> dict[str, int]:
     return {name: int(weight) for name, weight in named.items()}
 
 
+BACKOFF_MAX = 1.0
+"""The longest wait after a failure, in seconds."""
+SNOOZE = 0.2
+"""How long a handler asks to be left alone, in seconds."""
+ENDLESS = 25.0
+"""How long a handler runs that nobody stops, in seconds: its process may stand still for some of them."""
 CANARY = "kAnArI"
 """Begins every secret of a payload. It must be found nowhere else."""

@@ -19,6 +19,7 @@ create table chaos.transition (
   snoozes         integer,
   lease_seq       bigint,
   lease_until     timestamptz,
+  next_run_at     timestamptz,
   locked_by       text,
   alone           boolean,
   generation      bigint,
@@ -52,11 +53,11 @@ language plpgsql security definer
 as $$
 begin
   insert into chaos.transition (
-    event_id, status, token, attempts, max_attempts, lapses, snoozes, lease_seq, lease_until, locked_by, alone, generation,
-    history, alert_id, alerted, topic, seq, ordering_key, holds_key, idempotency_key, mark, budget)
+    event_id, status, token, attempts, max_attempts, lapses, snoozes, lease_seq, lease_until, next_run_at, locked_by, alone,
+    generation, history, alert_id, alerted, topic, seq, ordering_key, holds_key, idempotency_key, mark, budget)
   values (
     new.event_id, new.status, new.claim_token, new.attempts, new.max_attempts, new.lapses, new.snoozes, new.lease_seq,
-    new.lease_until, new.locked_by, new.alone, new.generation, jsonb_array_length(new.failure_history), new.alert_id,
+    new.lease_until, new.next_run_at, new.locked_by, new.alone, new.generation, jsonb_array_length(new.failure_history), new.alert_id,
     new.alerted_at is not null, new.topic, new.seq, new.ordering_key, new.holds_key, new.idempotency_key,
     new.source, new.producer_max_attempts);
   return null;
@@ -68,11 +69,11 @@ language plpgsql security definer
 as $$
 begin
   insert into chaos.transition (
-    event_id, old_status, status, token, attempts, max_attempts, lapses, snoozes, lease_seq, lease_until, locked_by, alone,
-    generation, history, request, rule, verdict, alert_id, alerted)
+    event_id, old_status, status, token, attempts, max_attempts, lapses, snoozes, lease_seq, lease_until, next_run_at,
+    locked_by, alone, generation, history, request, rule, verdict, alert_id, alerted)
   values (
     new.event_id, old.status, new.status, new.claim_token, new.attempts, new.max_attempts, new.lapses, new.snoozes,
-    new.lease_seq, new.lease_until, new.locked_by, new.alone, new.generation, jsonb_array_length(new.failure_history),
+    new.lease_seq, new.lease_until, new.next_run_at, new.locked_by, new.alone, new.generation, jsonb_array_length(new.failure_history),
     new.failure_history -> -1 ->> 'request', new.last_failure ->> 'rule', new.last_failure ->> 'verdict', new.alert_id,
     new.alerted_at is not null);
   return null;

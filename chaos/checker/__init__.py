@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from chaos.checker import keys, leases, one_event, witnesses
+from chaos.checker import claims, keys, leases, one_event, witnesses
 from chaos.checker.lives import Violation, lives_of
 
 if TYPE_CHECKING:
@@ -24,8 +24,14 @@ def check(evidence: Evidence) -> list[Violation]:
         found += one_event.check_steps(life)
         found += one_event.check_fence(life)
         found += one_event.check_results(life)
+        found += one_event.check_timeout(life)
         found += one_event.check_budget(life)
         found += one_event.check_end(life)
+    found += claims.check_due(lives.values())
+    found += claims.check_held(evidence, lives.values())
+    found += claims.check_backoff(lives.values())
+    found += claims.check_generations(evidence, lives.values())
+    found += claims.check_company(lives.values())
     found += leases.check_tokens(lives.values())
     found += leases.check_pauses(evidence, lives.values())
     found += leases.check_leases(evidence, lives.values())

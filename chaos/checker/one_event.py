@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from chaos.evidence import Step
 
+RUN_ALONE_FROM = 2
+"""Lapses after which a job has nothing beside it."""
 ENDED = frozenset({"COMPLETED", "DEAD_LETTERED", "DISCARDED"})
 
 
@@ -30,8 +32,10 @@ def check_steps(life: Life) -> Iterator[Violation]:
         if not verb:
             yield Violation("state machine", life.event, f"{before.status} became {step.status}: {step}")
         elif verb == "delete":
-            if step.old_status not in ("COMPLETED", "DISCARDED") and not _deletes(life, step):
+            if step.old_status not in ("COMPLETED", "DISCARDED") and not _is_deleted(life, step):
                 yield Violation("state machine", life.event, f"was deleted while {step.old_status}")
+        elif verb == "complete" and TOPICS[life.topic].deleted:
+            yield Violation("state machine", life.event, "was kept, though rows of its topic are deleted")
         elif wrong := [
             f"{name}: {getattr(before, name)} became {getattr(step, name)}"
             for name, wanted in _wanted(verb, before, step).items()
@@ -42,9 +46,8 @@ def check_steps(life: Life) -> Iterator[Violation]:
             yield Violation("state machine", life.event, f"claimed by {step.who}, for {step.locked_by}")
 
 
-def _deletes(life: Life, step: Step) -> bool:
-    topic = TOPICS.get(life.topic)
-    return step.old_status == "RUNNING" and topic is not None and topic.deleted
+def _is_deleted(life: Life, step: Step) -> bool:
+    return step.old_status == "RUNNING" and TOPICS[life.topic].deleted
 
 
 def _wanted(verb: str, before: Step, step: Step) -> dict[str, object]:
@@ -57,8 +60,12 @@ def _wanted(verb: str, before: Step, step: Step) -> dict[str, object]:
         case "claim":
             same["attempts"] = before.attempts + 1
             same["lease_seq"] = before.lease_seq + 1
-            for free in ("token", "max_attempts", "alone"):
+            for free in ("token", "max_attempts"):
                 del same[free]
+            if before.lapses >= RUN_ALONE_FROM:
+                same["alone"] = True
+            else:
+                del same["alone"]
         case "release":
             same["attempts"] = before.attempts - 1
         case "snooze":
@@ -136,6 +143,13 @@ def _wrong_result(life: Life, verb: str, before: Step, step: Step) -> str:
         excused = run is not None and (topic.timed or topic.transactional)
         return "" if outcome == "transient" or excused else "failed as transient"
     return ""
+
+
+def check_timeout(life: Life) -> Iterator[Violation]:
+    """timeout: a handler that would run on long past its timeout does not end well."""
+    for lease_seq, run in life.runs.items():
+        if TOPICS[life.topic].endless and run.outcome == "ok":
+            yield Violation("timeout", life.event, f"lease {lease_seq} was allowed to run to its end")
 
 
 def check_budget(life: Life) -> Iterator[Violation]:

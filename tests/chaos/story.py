@@ -114,13 +114,16 @@ class Story:
         }
         return self.step(event, "RUNNING", who, **given | values)
 
-    def run(self, event: str, outcome: str | None = "ok", *, lease: int | None = None) -> Story:
-        """The handler starts and ends; None: it is never seen to end."""
+    def run(
+        self, event: str, outcome: str | None = "ok", *, lease: int | None = None, pid: int | None = None
+    ) -> Story:
+        """The handler starts and ends; None: it is never seen to end. Suspects have a process of their own."""
+        row = self._rows.get(event)
+        lease = lease or (row.lease_seq if row else 1)
+        pid = pid or (2 if row and row.lapses else 1)
         started = self._tick()
         ended = self._tick() if outcome is not None else None
-        self.evidence.runs.append(
-            Run(event, lease or self._rows[event].lease_seq, "worker", 1, started, ended, outcome)
-        )
+        self.evidence.runs.append(Run(event, lease, "worker", pid, started, ended, outcome))
         return self
 
     def complete(self, event: str, who: str = "worker", **values: Any) -> Story:

@@ -1,0 +1,100 @@
+"""Rules about who may claim what, when, and beside whom it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from chaos.checker.lives import TOLERANCE, Life, Violation
+from chaos.topics import BACKOFF_MAX, SNOOZE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from chaos.evidence import Evidence, Run
+
+ENOUGH = 30
+"""So many delays that are drawn by lot can't all be next to nothing."""
+DEATH_ALONE_WAITS = 1.0
+"""Seconds at least, after a job has killed its worker with nothing beside it."""
+
+
+def check_due(lives: Iterable[Life]) -> Iterator[Violation]:
+    """early: nothing is claimed before it is due."""
+    for life in lives:
+        for verb, before, step in life.changes:
+            early = (before.next_run_at or step.at) - step.at
+            if verb == "claim" and early > TOLERANCE:
+                yield Violation("early", life.event, f"was claimed {early:.2f} s before it was due")
+
+
+def check_held(evidence: Evidence, lives: Iterable[Life]) -> Iterator[Violation]:
+    """lease: claimed or kept for one lease, and no longer."""
+    for life in lives:
+        for verb, _, step in life.changes:
+            held = (step.lease_until or step.at) - step.at
+            if verb in ("claim", "heartbeat") and evidence.lease and held > evidence.lease + TOLERANCE:
+                yield Violation("lease", life.event, f"{verb} holds it for {held:.1f} s")
+
+
+def check_backoff(lives: Iterable[Life]) -> Iterator[Violation]:
+    """backoff: what is to be tried again waits as long as its policy, its handler or its deaths say."""
+    drawn = []
+    for life in lives:
+        for verb, before, step in life.changes:
+            if step.status != "RETRYING" or step.next_run_at is None:
+                continue
+            waits = step.next_run_at - step.at
+            if verb == "fail":
+                drawn.append(waits)
+                if waits > BACKOFF_MAX + TOLERANCE:
+                    yield Violation("backoff", life.event, f"waits {waits:.1f} s after a failure")
+            elif verb == "snooze" and abs(waits - SNOOZE) > TOLERANCE:
+                yield Violation("backoff", life.event, f"waits {waits:.2f} s, and asked for {SNOOZE}")
+            elif verb in ("lapse", "reap") and before.alone and waits < DEATH_ALONE_WAITS - TOLERANCE:
+                yield Violation("backoff", life.event, f"waits {waits:.2f} s after a death alone")
+    if len(drawn) >= ENOUGH and max(drawn) < TOLERANCE:
+        yield Violation("backoff", "", f"{len(drawn)} failures, and none waited before the next attempt")
+
+
+def check_generations(evidence: Evidence, lives: Iterable[Life]) -> Iterator[Violation]:
+    """generation: nothing is claimed by code of another generation."""
+    served = {
+        fault.values["who"]: {0, *fault.values["generations"]}
+        for fault in evidence.faults
+        if fault.kind == "dispatcher" and fault.values.get("generations")
+    }
+    for life in lives:
+        for verb, before, step in life.changes:
+            if verb == "claim" and before.generation not in served.get(step.who, {before.generation}):
+                yield Violation(
+                    "generation", life.event, f"{step.who} claimed it, which is for {before.generation}"
+                )
+
+
+def check_company(lives: Iterable[Life]) -> Iterator[Violation]:
+    """company: a suspect shares its process with suspects only, and what runs alone with nobody."""
+    unsuspected: dict[int, str] = {}
+    suspects: list[Run] = []
+    alone: list[Run] = []
+    for life in lives:
+        for verb, before, step in life.changes:
+            if verb != "claim" or (run := life.runs.get(step.lease_seq)) is None:
+                continue
+            if before.lapses == 0:
+                unsuspected[run.pid] = life.event
+            else:
+                suspects.append(run)
+            if step.alone:
+                alone.append(run)
+    for run in suspects:
+        if run.pid in unsuspected:
+            yield Violation("company", run.event, f"lapsed, and ran in the process of {unsuspected[run.pid]}")
+    for run in alone:
+        for other in suspects:
+            if other is not run and other.pid == run.pid and _overlap(run, other):
+                yield Violation("company", run.event, f"should run alone, and ran beside {other.event}")
+
+
+def _overlap(one: Run, other: Run) -> bool:
+    # When a process was killed, nobody knows how long its jobs still ran.
+    return one.started < (other.ended or other.started) and other.started < (one.ended or one.started)
