@@ -7,29 +7,40 @@ sends it by whatever library the connection comes from, which `pulse_outbox.conn
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import tee
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from pulse_outbox.connections import Ask, Copy, Errand, Row, Steps, raise_explained
+from pulse_outbox.connections.copying import (
+    Field,
+    bool_field,
+    each,
+    in_binary,
+    int2_field,
+    int4_field,
+    int8_field,
+    jsonb_field,
+    shared,
+    text_field,
+    time_field,
+    uuid_field,
+)
 from pulse_outbox.errors import EnqueueError
 from pulse_outbox.events import NewEvent, as_timedelta, encode_headers, encode_payload, uuid7
 from pulse_outbox.trace import add_trace, current_trace_headers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 # What is written
 
 
 class EncodedEvent(NamedTuple):
-    """A new event that has been found fit to be written: the values of `enqueue_statement`, in its order.
+    """A new event that has been found fit to be written: the fields of NewEvent, in its order.
 
-    A tuple because bulk enqueue makes a hundred thousand of them a second.
+    A tuple for the same reason.
     """
 
     topic: str
@@ -44,38 +55,41 @@ class EncodedEvent(NamedTuple):
     generation: int
     source: str | None
     target: str | None
-    event_id: UUID
+    event_id: UUID | None
     dead_key: str
 
 
 def encode_event(
     event: NewEvent,
     max_payload_bytes: int,
-    make_id: Callable[[], UUID] = uuid7,
     trace: Mapping[str, str] | None = None,
 ) -> EncodedEvent:
     """Encodes one event; raises EnqueueError without having touched the database.
 
     *trace*: the headers of the active span, where the caller has asked already.
     """
+    (
+        topic, payload, idempotency_key, ordering_key, headers, priority, run_at, delay, max_attempts, generation,
+        source, target, event_id, dead_key,
+    ) = event  # fmt: skip
     if trace is None:
         trace = current_trace_headers()
-    headers = encode_headers(event.headers, max_payload_bytes)
+    encoded_headers = encode_headers(headers, max_payload_bytes) if headers else "{}"
     return EncodedEvent(
-        event.topic,
-        encode_payload(event.payload, max_payload_bytes),
-        event.idempotency_key,
-        event.ordering_key,
-        add_trace(event.headers, headers, trace) if trace else headers,
-        event.priority,
-        event.run_at,
-        None if event.delay is None else as_timedelta("delay", event.delay),
-        event.max_attempts,
-        event.generation,
-        event.source,
-        event.target,
-        event.event_id or make_id(),
-        event.dead_key,
+        topic,
+        encode_payload(payload, max_payload_bytes),
+        idempotency_key,
+        ordering_key,
+        add_trace(headers, encoded_headers, trace) if trace else encoded_headers,
+        priority,
+        run_at,
+        None if delay is None else as_timedelta("delay", delay),
+        max_attempts,
+        generation,
+        source,
+        target,
+        event_id,
+        dead_key,
     )
 
 
@@ -90,17 +104,18 @@ class Batch:
 
 def encode_events(events: Iterable[NewEvent], max_payload_bytes: int) -> Batch:
     """Encodes all or, if one of them is bad, none; the complaint says which."""
-    encoded = []
+    encoded: list[EncodedEvent] = []
     may_exist = False
     trace = current_trace_headers()
-    for index, event in enumerate(events):
-        if not isinstance(event, NewEvent):
-            raise EnqueueError(f"events[{index}]: a NewEvent is needed, not {type(event).__qualname__}")
+    for event in events:
         try:
-            encoded.append(encode_event(event, max_payload_bytes, trace=trace))
+            if not isinstance(event, NewEvent):
+                raise EnqueueError(f"a NewEvent is needed, not {type(event).__qualname__}")
+            encoded.append(encode_event(event, max_payload_bytes, trace))
         except EnqueueError as error:
-            raise EnqueueError(f"events[{index}]: {error}") from error
-        may_exist = may_exist or event.idempotency_key is not None or event.event_id is not None
+            raise EnqueueError(f"events[{len(encoded)}]: {error}") from error
+        if event.idempotency_key is not None or event.event_id is not None:
+            may_exist = True
     return Batch(events=encoded, may_exist=may_exist)
 
 
@@ -150,73 +165,48 @@ def as_json(events: Sequence[EncodedEvent]) -> str:
 def _event_as_json(event: EncodedEvent) -> str:
     fields = event._asdict()
     del fields["payload"], fields["headers"]  # JSON already
-    fields["event_id"] = str(event.event_id)
+    fields["event_id"] = str(event.event_id or uuid7())
     fields["run_at"] = event.run_at and event.run_at.isoformat()
     fields["delay"] = event.delay and event.delay.total_seconds()
     given = json.dumps({name: value for name, value in fields.items() if value is not None})
     return f'{given[:-1]}, "headers": {event.headers}, "payload": {event.payload}}}'
 
 
-class _Column(NamedTuple):
-    name: str
-    kind: str
-    values: Sequence[Any]
+def plan_copy(events: Sequence[EncodedEvent], ids: Iterable[UUID], schema: str, now: datetime | None) -> Copy:
+    """A COPY of these events. *now* is the database's time, needed if one of them is `timed`.
+
+    A column that would hold its default in every row is left out: most are, mostly.
+    """
+    ids, own_keys = tee(ids)
+    of = dict(zip(EncodedEvent._fields, zip(*events, strict=True), strict=True))
+    columns = {
+        "event_id": each(uuid_field, ids),
+        "topic": shared(text_field, of["topic"]),
+        "payload": each(jsonb_field, of["payload"]),
+        "idempotency_key": each(text_field, map(str, own_keys)),
+    }
+    optional: list[tuple[str, Field, Sequence[Any], object]] = [
+        ("headers", jsonb_field, of["headers"], "{}"),
+        ("source", text_field, of["source"], None),
+        ("target", text_field, of["target"], None),
+        ("ordering_key", text_field, of["ordering_key"], None),
+        ("priority", int2_field, of["priority"], 0),
+        ("generation", int8_field, of["generation"], 0),
+        ("producer_max_attempts", int4_field, of["max_attempts"], None),
+        ("holds_key", bool_field, [dead_key == "hold" for dead_key in of["dead_key"]], True),
+        ("parked", bool_field, _waits(of["ordering_key"]), False),
+    ]
+    for name, field, values, default in optional:
+        if values.count(default) < len(events):
+            columns[name] = shared(field, values)
+    if now is not None:
+        # Left out, the column's default says now; COPY can't say that for some rows only.
+        columns["next_run_at"] = shared(time_field, [_next_run_at(event, now) for event in events])
+    return Copy(schema, "outbox", list(columns), in_binary(columns.values(), len(events)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyPlan:
-    """A COPY of many events; `timed` ones need the database's time for their next_run_at."""
-
-    events: Sequence[EncodedEvent]
-    timed: bool
-
-    def into(self, schema: str, now: datetime | None) -> Copy:
-        """*now* is the database's time, given if the plan is timed."""
-        columns = self._columns(now)
-
-        def rows(json: Callable[[str], object]) -> Iterator[Row]:
-            return zip(
-                *(map(json, c.values) if c.kind == "jsonb" else c.values for c in columns), strict=True
-            )
-
-        return Copy(schema, "outbox", [(column.name, column.kind) for column in columns], rows)
-
-    def _columns(self, now: datetime | None) -> list[_Column]:
-        """What to write. A column that would hold its default in every row is left out: most are, mostly."""
-        of = dict(zip(EncodedEvent._fields, zip(*self.events, strict=True), strict=True))
-        given = [
-            _Column("event_id", "uuid", of["event_id"]),
-            _Column("topic", "text", of["topic"]),
-            _Column("payload", "jsonb", of["payload"]),
-            _Column("idempotency_key", "text", list(map(str, of["event_id"]))),
-        ]
-        optional = [
-            (_Column("headers", "jsonb", of["headers"]), "{}"),
-            (_Column("source", "text", of["source"]), None),
-            (_Column("target", "text", of["target"]), None),
-            (_Column("ordering_key", "text", of["ordering_key"]), None),
-            (_Column("priority", "int2", of["priority"]), 0),
-            (_Column("generation", "int8", of["generation"]), 0),
-            (_Column("producer_max_attempts", "int4", of["max_attempts"]), None),
-            (_Column("holds_key", "bool", [dead_key == "hold" for dead_key in of["dead_key"]]), True),
-            (_Column("parked", "bool", _waits(of["ordering_key"])), False),
-        ]
-        if now is not None:
-            # Left out, the column's default says now; COPY can't say that for some rows only.
-            given.append(
-                _Column("next_run_at", "timestamptz", [_next_run_at(event, now) for event in self.events])
-            )
-        number = len(self.events)
-        return given + [column for column, default in optional if column.values.count(default) < number]
-
-    def topics(self) -> list[str]:
-        return sorted({event.topic for event in self.events})
-
-
-def plan_copy(events: Sequence[EncodedEvent]) -> CopyPlan:
-    """How to COPY these events."""
-    timed = any(event.run_at is not None or event.delay is not None for event in events)
-    return CopyPlan(events=events, timed=timed)
+def timed(event: EncodedEvent) -> bool:
+    return event.run_at is not None or event.delay is not None
 
 
 def _waits(keys: Sequence[str | None]) -> list[bool]:
@@ -258,7 +248,7 @@ def enqueue(connection: object, schema: str, event: EncodedEvent, *, outside_tra
     route = ENQUEUE.sync_route(connection, outside=outside_transaction)
     try:
         if route.call is not None:
-            return _id_of(route.call(enqueue_statement(schema), event))
+            return _id_of(route.call(enqueue_statement(schema), _with_id(event)))
         return _id_of(*route.ask(Ask(enqueue_each_statement(schema), (as_json([event]),))))
     except Exception as error:
         raise_explained(error, ENQUEUE.explained(error, schema))
@@ -271,7 +261,7 @@ async def enqueue_async(
     route = await ENQUEUE.async_route(connection, outside=outside_transaction)
     try:
         if route.call is not None:
-            return _id_of(await route.call(enqueue_statement(schema), event))
+            return _id_of(await route.call(enqueue_statement(schema), _with_id(event)))
         return _id_of(*await route.ask(Ask(enqueue_each_statement(schema), (as_json([event]),))))
     except Exception as error:
         raise_explained(error, ENQUEUE.explained(error, schema))
@@ -299,18 +289,30 @@ def _write(batch: Batch, schema: str, copies: Callable[[], bool]) -> Steps[list[
     if batch.may_exist or not copies():
         rows = yield Ask(enqueue_each_statement(schema), (as_json(batch.events),))
         return [_id_of(row) for row in rows]
-    plan = plan_copy(batch.events)
     now = None
-    if plan.timed:
+    if any(map(timed, batch.events)):
         [row] = yield Ask(_NOW, ())
         now = datetime.fromtimestamp(float(row[0]), UTC)
-    yield plan.into(schema, now)
+    ids: list[UUID] = []
+    yield plan_copy(batch.events, _new_ids(len(batch.events), ids), schema, now)
     wake = (
         f'select "{schema}".outbox_wake('
         "array(select pg_catalog.json_array_elements_text(cast(cast($1 as text) as json))))"
     )
-    yield Ask(wake, (json.dumps(plan.topics()),))
-    return [event.event_id for event in batch.events]
+    yield Ask(wake, (json.dumps(sorted({event.topic for event in batch.events})),))
+    return ids
+
+
+def _new_ids(number: int, made: list[UUID]) -> Iterator[UUID]:
+    """Made as they are taken, so that the server works on the first rows meanwhile; *made* gets them too."""
+    for start in range(0, number, 100):
+        some = uuid7.many(min(100, number - start))
+        made += some
+        yield from some
+
+
+def _with_id(event: EncodedEvent) -> EncodedEvent:
+    return event if event.event_id is not None else event._replace(event_id=uuid7())
 
 
 def _id_of(row: Row) -> UUID:

@@ -10,13 +10,15 @@ import json
 import math
 import os
 import re
+import struct
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypedDict, TypeVar
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypedDict, TypeVar
 from uuid import UUID
 
 from pydantic import BaseModel
@@ -26,6 +28,7 @@ from pulse_outbox.errors import EnqueueError, OutboxError, SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from typing import Self
 
 T = TypeVar("T")
 
@@ -126,55 +129,93 @@ class _SealedEvent(Event[T]):
 _SealedEvent.__name__ = _SealedEvent.__qualname__ = "Event"
 
 
-@dataclass(frozen=True, slots=True)
-class NewEvent:
+class _NewEventFields(NamedTuple):
+    topic: str
+    payload: object
+    idempotency_key: str | None
+    ordering_key: str | None
+    headers: Mapping[str, object] | None
+    priority: int
+    run_at: datetime | None
+    delay: float | timedelta | None
+    max_attempts: int | None
+    generation: int
+    source: str | None
+    target: str | None
+    event_id: UUID | None
+    dead_key: Literal["hold", "skip"]
+
+
+class NewEvent(_NewEventFields):
     """An event to be written. Everything but the payload is checked here, the payload when it is encoded.
 
     `run_at` is an aware datetime; `delay` is in seconds (or a timedelta) and counts on the database's clock.
     """
 
-    topic: str
-    payload: object
-    _: KW_ONLY
-    idempotency_key: str | None = None
-    ordering_key: str | None = None
-    headers: Mapping[str, object] | None = None
-    priority: int = 0
-    run_at: datetime | None = None
-    delay: float | timedelta | None = None
-    max_attempts: int | None = None
-    generation: int = 0
-    source: str | None = None
-    target: str | None = None
-    event_id: UUID | None = None
-    dead_key: Literal["hold", "skip"] = "hold"
+    # A tuple because a bulk enqueue makes a hundred thousand of them a second: a frozen dataclass takes three times as
+    # long to build.
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        check_text("topic", self.topic, MAX_TOPIC_CHARACTERS)
-        if self.idempotency_key is not None:
-            check_text("idempotency_key", self.idempotency_key)
-        if self.ordering_key is not None:
-            check_text("ordering_key", self.ordering_key)
-        if self.source is not None:
-            check_text("source", self.source)
-        if self.target is not None:
-            check_text("target", self.target)
-        _check_integer("priority", self.priority, -9, 9)
-        _check_integer("generation", self.generation, 0, 2**63 - 1)
-        if self.max_attempts is not None:
-            _check_integer("max_attempts", self.max_attempts, 1, 2**31 - 1)
-        if self.event_id is not None and not isinstance(self.event_id, UUID):
-            raise EnqueueError(f"event_id: a uuid.UUID is needed, not {_type_name(self.event_id)}")
-        if self.dead_key not in ("hold", "skip"):
+    def __new__(
+        cls,
+        topic: str,
+        payload: object,
+        *,
+        idempotency_key: str | None = None,
+        ordering_key: str | None = None,
+        headers: Mapping[str, object] | None = None,
+        priority: int = 0,
+        run_at: datetime | None = None,
+        delay: float | timedelta | None = None,
+        max_attempts: int | None = None,
+        generation: int = 0,
+        source: str | None = None,
+        target: str | None = None,
+        event_id: UUID | None = None,
+        dead_key: Literal["hold", "skip"] = "hold",
+    ) -> Self:
+        check_text("topic", topic, MAX_TOPIC_CHARACTERS)
+        if idempotency_key is not None:
+            check_text("idempotency_key", idempotency_key)
+        if ordering_key is not None:
+            check_text("ordering_key", ordering_key)
+        if source is not None:
+            check_text("source", source)
+        if target is not None:
+            check_text("target", target)
+        _check_integer("priority", priority, -9, 9)
+        _check_integer("generation", generation, 0, 2**63 - 1)
+        if max_attempts is not None:
+            _check_integer("max_attempts", max_attempts, 1, 2**31 - 1)
+        if event_id is not None and not isinstance(event_id, UUID):
+            raise EnqueueError(f"event_id: a uuid.UUID is needed, not {_type_name(event_id)}")
+        if dead_key not in ("hold", "skip"):
             raise EnqueueError("dead_key: 'hold' or 'skip' is needed")
-        if self.headers is not None and not isinstance(self.headers, Mapping):
-            raise EnqueueError(f"headers: a mapping is needed, not {_type_name(self.headers)}")
-        if self.run_at is not None:
-            _check_run_at(self.run_at)
-            if self.delay is not None:
+        if headers is not None and not isinstance(headers, Mapping):
+            raise EnqueueError(f"headers: a mapping is needed, not {_type_name(headers)}")
+        if run_at is not None:
+            _check_run_at(run_at)
+            if delay is not None:
                 raise EnqueueError("run_at and delay: give one of them, not both")
-        if self.delay is not None:
-            as_timedelta("delay", self.delay)
+        if delay is not None:
+            as_timedelta("delay", delay)
+        return super().__new__(
+            cls,
+            topic,
+            payload,
+            idempotency_key,
+            ordering_key,
+            headers,
+            priority,
+            run_at,
+            delay,
+            max_attempts,
+            generation,
+            source,
+            target,
+            event_id,
+            dead_key,
+        )
 
 
 class EventOptions(TypedDict, total=False):
@@ -460,17 +501,31 @@ class Uuid7Source:
         with self._lock:
             millisecond = self._clock() // 1_000_000
             if millisecond > self._millisecond:
-                self._millisecond = millisecond
-                # The top bit stays free, so that increments have room.
-                self._tail = int.from_bytes(self._draw(10)) >> 7
+                self._begin(millisecond)
             else:
                 self._tail += 1 + int.from_bytes(self._draw(4))
                 if self._tail >> 74:
-                    self._millisecond += 1
-                    self._tail = int.from_bytes(self._draw(10)) >> 7
-            high = self._millisecond << 16 | 0x7000 | self._tail >> 62
-            low = 0b10 << 62 | self._tail & (1 << 62) - 1
-        return UUID(int=high << 64 | low)
+                    self._begin(self._millisecond + 1)
+            return UUID(int=_uuid7_frame(self._millisecond) | _uuid7_tail(self._tail))
+
+    def many(self, number: int) -> list[UUID]:
+        """That many ids, in half the time."""
+        steps = struct.unpack(f"{number}I", self._entropy(4 * number))
+        with self._lock:
+            millisecond = self._clock() // 1_000_000
+            if millisecond > self._millisecond:
+                self._begin(millisecond)
+            elif self._tail >> 73:  # no room left for certain
+                self._begin(self._millisecond + 1)
+            frame = _uuid7_frame(self._millisecond)
+            tails = [*accumulate(map((1).__add__, steps), initial=self._tail)]
+            self._tail = tails[-1]
+        return [UUID(int=frame | _uuid7_tail(tail)) for tail in tails[1:]]
+
+    def _begin(self, millisecond: int) -> None:
+        self._millisecond = millisecond
+        # The top bit stays free, so that increments have room.
+        self._tail = int.from_bytes(self._draw(10)) >> 7
 
     def _draw(self, number: int) -> bytes:
         """Random bytes, asked of the system by the hundred."""
@@ -478,6 +533,16 @@ class Uuid7Source:
             self._drawn = self._entropy(400)
         drawn, self._drawn = self._drawn[:number], self._drawn[number:]
         return drawn
+
+
+def _uuid7_frame(millisecond: int) -> int:
+    """A UUID of this time, with its version and variant."""
+    return millisecond << 80 | 0x7 << 76 | 0b10 << 62
+
+
+def _uuid7_tail(tail: int) -> int:
+    """74 bits, as they stand around the variant."""
+    return tail >> 62 << 64 | tail & (1 << 62) - 1
 
 
 uuid7 = Uuid7Source()

@@ -7,7 +7,6 @@ import inspect
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -79,7 +78,7 @@ class Outbox:
         # What is no NewEvent at all is for the encoding to refuse.
         if now is None or getattr(event, "delay", None) is None:
             return event
-        return replace(event, run_at=now + as_timedelta("delay", event.delay), delay=None)
+        return event._replace(run_at=now + as_timedelta("delay", event.delay), delay=None)
 
     def _all_in_time(self, events: Iterable[NewEvent]) -> Iterable[NewEvent]:
         return events if self._simulated is None else map(self._in_time, events)

@@ -94,14 +94,12 @@ class Ask(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A COPY into a table."""
+    """A COPY into a table, in the binary format."""
 
     schema: str
     table: str
-    columns: Sequence[tuple[str, str]]
-    """Names and types."""
-    rows: Callable[[Callable[[str], object]], Iterator[Row]]
-    """The rows, with each JSON text as the given function returns it."""
+    columns: Sequence[str]
+    parts: Iterator[bytes]
 
 
 Steps = Generator[Ask | Copy, Sequence[Row], R]

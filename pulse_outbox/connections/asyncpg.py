@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import asyncpg
 
 from pulse_outbox.connections import Ask, Copy, Row, State, Unfit
-
-# How much is sent at a time, in rows.
-_CHUNK = 500
-_ESCAPES = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"})
 
 
 def find_route(connection: object) -> AsyncpgRoute | None:
@@ -51,25 +47,15 @@ class AsyncpgRoute:
         return True
 
     async def copy(self, copy: Copy) -> None:
-        # As text: for the binary format asyncpg asks the codecs that the application may have set for jsonb or uuid.
         await self._connection.copy_to_table(
             copy.table,
             schema_name=copy.schema,
-            columns=[name for name, _ in copy.columns],
-            source=_lines(copy),
+            columns=copy.columns,
+            source=_asynchronous(copy.parts),
+            format="binary",
         )
 
 
-async def _lines(copy: Copy) -> AsyncIterator[bytes]:
-    lines: list[str] = []
-    for row in copy.rows(str):
-        lines.append("\t".join(map(_field, row)))
-        if len(lines) == _CHUNK:
-            yield ("\n".join(lines) + "\n").encode()
-            lines.clear()
-    if lines:
-        yield ("\n".join(lines) + "\n").encode()
-
-
-def _field(value: object) -> str:
-    return "\\N" if value is None else str(value).translate(_ESCAPES)
+async def _asynchronous(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part

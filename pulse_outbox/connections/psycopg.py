@@ -65,9 +65,8 @@ class PsycopgRoute:
     def copy(self, copy: Copy) -> None:
         cursor = psycopg.Cursor(self._connection, row_factory=tuple_row)
         with cursor.copy(_copy_statement(copy)) as writing:
-            writing.set_types(_types(copy))
-            for row in copy.rows(_jsonb):
-                writing.write_row(row)
+            for part in copy.parts:
+                writing.write(part)
 
 
 class AsyncPsycopgRoute:
@@ -102,9 +101,8 @@ class AsyncPsycopgRoute:
     async def copy(self, copy: Copy) -> None:
         cursor = psycopg.AsyncCursor(self._connection, row_factory=tuple_row)
         async with cursor.copy(_copy_statement(copy)) as writing:
-            writing.set_types(_types(copy))
-            for row in copy.rows(_jsonb):
-                await writing.write_row(row)
+            for part in copy.parts:
+                await writing.write(part)
 
 
 Connection = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
@@ -120,22 +118,12 @@ def _state(connection: Connection) -> State:
 
 
 def _copies(connection: Connection) -> bool:
-    # COPY is not possible in pipeline mode, and psycopg writes JSON as UTF-8 whatever the connection's encoding.
+    # COPY is not possible in pipeline mode, and our rows are UTF-8 whatever the connection's encoding.
     return connection.pgconn.pipeline_status == PipelineStatus.OFF and connection.info.encoding == "utf-8"
 
 
 def _copy_statement(copy: Copy) -> sql.Composed:
     return sql.SQL("copy {} ({}) from stdin (format binary)").format(
         sql.Identifier(copy.schema, copy.table),
-        sql.SQL(", ").join(sql.Identifier(name) for name, _ in copy.columns),
+        sql.SQL(", ").join(map(sql.Identifier, copy.columns)),
     )
-
-
-def _types(copy: Copy) -> list[str]:
-    # Bytes are sent as they are. psycopg's own dumper of JSON would take longer than all the rest of a row.
-    return ["bytea" if kind == "jsonb" else kind for _, kind in copy.columns]
-
-
-def _jsonb(text: str) -> bytes:
-    """JSON as PostgreSQL's binary form has it: the version, then the text."""
-    return b"\x01" + text.encode()

@@ -433,6 +433,7 @@ WATCHED = [
 ]
 OUTBOX_MODULES = [
     "connections",
+    "connections.copying",
     "enqueue",
     "errors",
     "events",

@@ -30,6 +30,37 @@ def test_ids_grow_while_the_clock_stands_still_or_goes_back():
     assert [one.int >> 80 for one in ids] == [5, 5, 5, 9]
 
 
+@pytest.mark.parametrize(
+    "clock", [lambda: 5_000_000, iter(range(9**9, 0, -1)).__next__], ids=["still", "back"]
+)
+def test_many_at_once_grow_like_single_ones(clock):
+    source = Uuid7Source(clock=clock)
+
+    ids = [source(), *source.many(2000), source(), *source.many(1), *source.many(0), source()]
+
+    assert len(ids) == 2004
+    assert ids == sorted(set(ids))
+    assert {(one.version, one.variant) for one in ids} == {(7, RFC_4122)}
+
+
+def test_many_at_once_never_step_by_nothing():
+    """Of random steps some are zero."""
+    source = Uuid7Source(clock=lambda: 5_000_000, entropy=bytes)
+
+    assert len(set(source.many(100))) == 100
+
+
+def test_many_at_once_borrow_the_next_millisecond_early():
+    source = Uuid7Source(clock=lambda: 5_000_000)
+    source()
+    source._tail = 2**73
+
+    ids = [*source.many(2), source()]
+
+    assert [one.int >> 80 for one in ids] == [6, 6, 6]
+    assert ids == sorted(set(ids))
+
+
 def test_an_exhausted_millisecond_borrows_the_next():
     """The random part can't overflow into the version."""
     source = Uuid7Source(clock=lambda: 5_000_000, entropy=lambda size: b"\xff" * size)
