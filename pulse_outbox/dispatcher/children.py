@@ -362,7 +362,7 @@ class ChildSuspects:
             if call is None or not child.usable:
                 return False
             crew.unanswered = call
-            self._in_flight.ask(call.token)
+            self._in_flight.asked.ask(call.token)
             # Others are claimed beside these, and share the limits of handlers.
             with self._in_flight.reserving((key.topic, quota) for key, quota in call.quotas.items()):
                 claims = await self._store.claim(
@@ -380,8 +380,7 @@ class ChildSuspects:
             crew.unanswered = None
             self._condition.is_well("suspects")
             crew.due.note(call.quotas, call.limit, claims)
-            self._take_in(claims, call.at, child)
-            self._in_flight.answered(call.token)
+            self._take_in(claims, call, child)
             self._keep_places()
             return bool(claims)
 
@@ -398,14 +397,15 @@ class ChildSuspects:
             at=time.monotonic(),
         )
 
-    def _take_in(self, claims: Sequence[Claim], claimed_at: float, child: ChildProcess) -> None:
+    def _take_in(self, claims: Sequence[Claim], call: ClaimCall, child: ChildProcess) -> None:
+        ours = self._in_flight.asked.answered(call.token)
         self._tally.claimed += len(claims)
         lease = self._settings.seconds("lease")
         now = time.monotonic()
-        jobs = [Job(claim, self._handlers[claim.topic], claimed_at, lease, now) for claim in claims]
+        jobs = [Job(claim, self._handlers[claim.topic], call.at, lease, now) for claim in claims]
         self._in_flight.add(jobs)
         # Expired: the loop stood still before it read the answer, and somebody else may be running them by now.
-        if self._closing or now > claimed_at + lease:
+        if self._closing or not ours or now > call.at + lease:
             for job in jobs:
                 job.stage = "finished"
                 self._deliver(Released(job))

@@ -173,7 +173,7 @@ class Heart:
             still_for = time.monotonic() - self._seen
             if still_for > lease / 3:
                 self._condition.complain("loop", "a handler blocks the event loop")
-                await self._keep_what_nobody_reads(store, still_for)
+                await self._keep_what_nobody_reads(store)
             if still_for > lease and not self._blocked:
                 self._blocked = True
                 self._withdraw_waiting(still_for)
@@ -187,23 +187,24 @@ class Heart:
         self._condition.is_well("loop")
         self._condition.is_well("unread")
 
-    async def _keep_what_nobody_reads(self, store: Store, still_for: float) -> None:
+    async def _keep_what_nobody_reads(self, store: Store) -> None:
         """A claim may have been answered, and the loop stands still: what it took must not lapse.
 
-        After a lease it goes back, as all that has not started: the loop, once it reads the answer, finds it expired.
+        After a lease it goes back, as all that has not started.
         """
         if time.monotonic() < self._kept_at + self._settings.seconds("heartbeat"):
             return
         self._kept_at = time.monotonic()
+        asked = self._in_flight.asked
         try:
-            for token in self._in_flight.asked():
+            for token, waited in asked.unanswered():
                 held = await store.held_by(token)
                 if not held:
                     continue
-                if still_for > self._settings.seconds("lease"):
-                    await store.release(held)
-                else:
+                if waited < self._settings.seconds("lease"):
                     await store.heartbeat(held, lease=self._settings.lease_time)
+                elif asked.withdraw(token):
+                    await store.release(held)
         except Exception as error:
             self._condition.complain(
                 "unread", f"claims that nobody reads can't be kept: {type(error).__name__}"

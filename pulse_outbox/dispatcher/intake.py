@@ -206,7 +206,7 @@ class Intake:
     async def _claim(self, call: _ClaimCall, *, fresh: bool) -> None:
         """One claim. After an error it stays unanswered and is asked again: what it took must not be forgotten."""
         self._claiming = True
-        self._in_flight.ask(call.token)
+        self._in_flight.asked.ask(call.token)
         try:
             # Suspects are claimed beside this, and share the limits of handlers.
             with self._in_flight.reserving(call.plan.quotas.items()):
@@ -225,8 +225,7 @@ class Intake:
                 )
             self._unanswered = None
             self._lanes.note(call.plan, claims)
-            self._take_in(claims, call.at)
-            self._in_flight.answered(call.token)
+            self._take_in(claims, call)
         finally:
             self._claiming = False
         if claims:
@@ -287,7 +286,8 @@ class Intake:
         if suspects := self._lanes.suspects(now):
             self._suspects_due(suspects)
 
-    def _take_in(self, claims: Sequence[Claim], claimed_at: float) -> None:
+    def _take_in(self, claims: Sequence[Claim], call: _ClaimCall) -> None:
+        ours = self._in_flight.asked.answered(call.token)
         if not claims:
             return
         self.nothing_due.clear()
@@ -295,9 +295,9 @@ class Intake:
         self._tally.claimed += len(claims)
         lease = self._settings.seconds("lease")
         now = time.monotonic()
-        jobs = [Job(claim, self._handlers[claim.topic], claimed_at, lease, now) for claim in claims]
+        jobs = [Job(claim, self._handlers[claim.topic], call.at, lease, now) for claim in claims]
         self._in_flight.add(jobs)
-        if self._holds:
+        if self._holds or not ours:
             for job in jobs:
                 job.withdraw()
                 self._settler.add(Released(job))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -144,6 +145,43 @@ def apart(jobs: Iterable[Job]) -> list[list[Job]]:
     return [list(group.values()) for group in groups]
 
 
+class Asked:
+    """Claims that are under way: what they took may stand in the database before this process knows of it.
+
+    The loop asks and reads the answer. While it stands still, the heart may withdraw the claim: the first one has it.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[UUID, float] = {}
+        self._withdrawn: set[UUID] = set()
+        self._deciding = threading.Lock()
+
+    def ask(self, token: UUID) -> None:
+        """Before the claim is sent. Sent once more under the same token, it is the same claim."""
+        self._since.setdefault(token, time.monotonic())
+
+    def answered(self, token: UUID) -> bool:
+        """The answer is read. False: the claim was withdrawn, and what it took must not be run."""
+        with self._deciding:
+            self._since.pop(token)
+            if token in self._withdrawn:
+                self._withdrawn.discard(token)
+                return False
+            return True
+
+    def withdraw(self, token: UUID) -> bool:
+        """Nobody shall run what this claim takes. False: its answer was read before."""
+        with self._deciding:
+            if token in self._since:
+                self._withdrawn.add(token)
+            return token in self._withdrawn
+
+    def unanswered(self) -> list[tuple[UUID, float]]:
+        """The tokens, and for how long they have been asked for."""
+        now = time.monotonic()
+        return [(token, now - since) for token, since in list(self._since.items())]
+
+
 class InFlight:
     """The jobs that this process holds.
 
@@ -153,25 +191,13 @@ class InFlight:
     def __init__(self) -> None:
         self._jobs: dict[Job, None] = {}
         self._by_topic: dict[str, int] = {}
-        self._asked: dict[UUID, None] = {}
+        self.asked = Asked()
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def __contains__(self, job: object) -> bool:
         return job in self._jobs
-
-    def ask(self, token: UUID) -> None:
-        """A claim is sent: from now on the database may hold something for this process that it does not know of."""
-        self._asked[token] = None
-
-    def answered(self, token: UUID) -> None:
-        """And here it is."""
-        self._asked.pop(token, None)
-
-    def asked(self) -> list[UUID]:
-        """The tokens of claims without an answer."""
-        return list(self._asked)
 
     def of_topic(self, topic: str) -> int:
         """How many of this topic, with the places that are reserved."""

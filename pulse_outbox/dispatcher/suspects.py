@@ -113,7 +113,7 @@ class LonelySuspects:
         claimed_at = time.monotonic()
         # Kept until it is answered: a claim that was forgotten would lapse, and that would spend the budget.
         token = self._token = self._token or uuid4()
-        self._in_flight.ask(token)
+        self._in_flight.asked.ask(token)
         claims = await self._store.claim(
             token=token,
             limit=1,
@@ -125,12 +125,14 @@ class LonelySuspects:
             alone=True,
         )
         self._token = None
+        ours = self._in_flight.asked.answered(token)
         for claim in claims:
             log.info("outbox.suspect", event_id=str(claim.event_id), topic=claim.topic, lapses=claim.lapses)
             job = Job(claim, self._handlers[claim.topic], claimed_at, self._settings.seconds("lease"))
             self._in_flight.add([job])
+            if not ours:
+                job.leased_until = claimed_at  # the slots give back what is too late to start
             self._slots.add([job])
-        self._in_flight.answered(token)
         while not self._is_quiet():
             await asyncio.sleep(0.01)
 

@@ -7,10 +7,12 @@ import contextlib
 import ctypes
 import threading
 import time
+from uuid import uuid4
 
 import pytest
 
 from pulse_outbox import Dispatcher, Event, NewEvent, Outbox, RetryPolicy
+from pulse_outbox.dispatcher.jobs import Asked
 from tests.support.dispatching import Table, dispatching
 from tests.support.proxy import proxied
 from tests.support.waiting import wait_until, wait_until_async
@@ -140,6 +142,22 @@ async def test_a_claim_that_a_blocked_loop_does_not_read_is_kept(
 
     assert victims == [1]
     assert await table.count("lapses <> 0") == 0
+
+
+def test_a_claim_is_read_or_withdrawn_but_never_both():
+    """The heart takes its time between a look at the loop and giving back: meanwhile the loop may have gone on."""
+    asked = Asked()
+    read, withdrawn = uuid4(), uuid4()
+    asked.ask(read)
+    asked.ask(withdrawn)
+
+    assert asked.answered(read)
+    assert not asked.withdraw(read)
+    assert asked.withdraw(withdrawn)
+    asked.ask(withdrawn)  # sent once more, because its answer was lost
+    assert asked.withdraw(withdrawn)
+    assert not asked.answered(withdrawn)
+    assert asked.unanswered() == []
 
 
 class _Watcher:
