@@ -18,9 +18,11 @@ from pulse_outbox.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AsyncExitStack
     from uuid import UUID
 
     from pulse_outbox.dispatcher.jobs import Outcome
+    from pulse_outbox.dispatcher.suspects import Suspects
     from pulse_outbox.failures import DeadLetter
     from pulse_outbox.store import Answer
 
@@ -89,3 +91,14 @@ def let_handlers_hang() -> None:
         slot.deadline = None
 
     setattr(Slots, "_expire", look_away)  # noqa: B010
+
+
+def have_no_children() -> None:
+    """Suspects run in the dispatcher's own process, as where an application can't be loaded a second time."""
+    open_suspects = Dispatcher._open_suspects
+
+    async def open_without_target(self: Dispatcher, stack: AsyncExitStack) -> Suspects:
+        self._target = None
+        return await open_suspects(self, stack)
+
+    setattr(Dispatcher, "_open_suspects", open_without_target)  # noqa: B010

@@ -229,6 +229,30 @@ MUTANTS: dict[str, Mutant] = {
             ("outbox_claim", "where l.next_run_at <= v_now", "where true"),
         ),
     ),
+    "no backoff": Mutant(
+        why="what fails is tried again at once, and again, against a service that is down",
+        noticed_by=("backoff",),
+        course="calm",
+        changes=(("record_failure", "p_now + d.delay", "p_now"),),
+    ),
+    "leases are far too long": Mutant(
+        why="the jobs of a dead worker wait for minutes",
+        noticed_by=("lease",),
+        course="calm",
+        changes=(("outbox_claim", "v_now + p_lease", "v_now + p_lease * 20"),),
+    ),
+    "lapses are not counted": Mutant(
+        why="a job that kills its worker is never suspected, and takes others with it for ever",
+        noticed_by=("fence", "state machine"),
+        course="poison",
+        changes=(("record_failure", "o.lapses + p_lapsed::integer", "o.lapses"),),
+    ),
+    "suspects run among others": Mutant(
+        why="a job that kills its worker takes the same innocents with it again",
+        noticed_by=("company",),
+        course="poison",
+        patch=broken.have_no_children,
+    ),
     "timeouts are not kept": Mutant(
         why="a handler that hangs keeps its slot and its lease for ever",
         noticed_by=("timeout",),
