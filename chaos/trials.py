@@ -95,3 +95,5 @@ def attempt(course: str, mutant: str) -> Trial:
 def _say(course: str, name: str, verdict: str, trial: Trial) -> None:
     rules = ", ".join(f"{rule} {count}" for rule, count in trial.broken.most_common()) or "nothing"
     print(f"{course:<13} {name:<37} {verdict:<7} {trial.seconds:4.0f} s  {rules}", flush=True)
+    if verdict in ("FAILS", "MISSED") and trial.example:
+        print(f"{'':<13} {trial.example}", flush=True)

@@ -11,8 +11,10 @@ import psycopg
 import pytest
 
 from pulse_outbox import Event, NewEvent, Outbox, RetryPolicy
+from pulse_outbox.dispatcher import transactions
 from tests.dispatcher.test_leases import TAKEN_AWAY
 from tests.support.dispatching import Table, dispatching, drain
+from tests.support.proxy import proxied
 from tests.support.waiting import wait_until_async
 
 KINDS = pytest.mark.parametrize("kind", ["async", "sync"])
@@ -286,3 +288,25 @@ async def test_a_read_only_connection_does_not_stay_in_the_pool(
         row = await table.until_status(event_id, "COMPLETED")
 
     assert (row.attempts, row.last_error) == (1, None)
+
+
+@KINDS
+@pytest.mark.parametrize("step", ["look", "begin"])
+async def test_a_server_that_does_not_answer_is_not_waited_for(
+    dsn, outbox: Outbox, table: Table, handle, monkeypatch, kind: str, step: str
+):
+    """Neither when a connection is looked at nor when its transaction begins; no attempt is spent on it."""
+    monkeypatch.setattr(transactions, "DEADLINE", 0.5)
+    if step == "begin":  # as if the connection had died right after it was looked at
+        monkeypatch.setattr(transactions, "_check", None)
+        monkeypatch.setattr(transactions, "_check_async", None)
+    handle(kind, lambda event, conn: None)
+    async with proxied(dsn) as proxy, dispatching(outbox, proxy.dsn):
+        first = await table.enqueue(outbox, "job")
+        await table.until_status(first, "COMPLETED")
+        assert proxy.freeze("pulse-outbox handlers") == 1
+        second = await table.enqueue(outbox, "job")
+        row = await table.until_status(second, "COMPLETED", within=15)
+
+    assert (row.attempts, row.lapses) == (1, 0)
+    assert await effects(table) == 2
