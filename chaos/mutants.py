@@ -38,6 +38,7 @@ COURSES = {
     "keys": Course(mix="none", topics="ordered=1"),
     "generations": Course(mix="none", topics="fast=1,generations=2"),
     "hangs": Course(mix="none", topics="fast=20,hangs=1", seconds=40),
+    "blocks": Course(mix="none", topics="fast=20,slow=60,blocks=1", lease=1.5, seconds=40),
     "outages": Course(mix="freeze,kill-dispatcher", lease=2, seconds=40),
     "stops": Course(mix="stop-dispatcher,kill-dispatcher", lease=2, seconds=30),
     "deploys": Course(mix="deploy", lease=2, seconds=30),
@@ -155,7 +156,7 @@ MUTANTS: dict[str, Mutant] = {
     "heartbeat in the event loop": Mutant(
         why="a handler that blocks the loop costs its process all leases",
         noticed_by=("lease",),
-        course="calm",
+        course="blocks",
         patch=broken.beat_in_the_event_loop,
     ),
     "terminal is transient": Mutant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -63,13 +64,14 @@ def attempt(course: str, mutant: str) -> Trial:
     settings = COURSES[course]
     # What is noticed in the steps themselves need not be waited for; then what has not ended yet means nothing.
     waits = not mutant or bool(UNFINISHED & set(MUTANTS[mutant].noticed_by))
-    with tempfile.TemporaryDirectory(prefix="pulse-chaos-trial-") as directory:
-        report = Path(directory) / "report.json"
+    directory = Path(tempfile.mkdtemp(prefix="pulse-chaos-trial-"))
+    try:
+        report = directory / "report.json"
         command = [sys.executable, "-m", "chaos", "--mix", settings.mix, "--seed", str(settings.seed)]
         command += ["--minutes", str(settings.seconds / 60), "--lease", str(settings.lease)]
         command += ["--drain-within", str(settings.drain_within if waits else 10), "--mutant", mutant]
         command += ["--topics", settings.topics, "--rate", str(settings.rate)]
-        command += ["--evidence", str(Path(directory) / "evidence"), "--report", str(report)]
+        command += ["--evidence", str(directory / "evidence"), "--report", str(report)]
         started = time.monotonic()
         done = subprocess.run(
             command,
@@ -84,6 +86,10 @@ def attempt(course: str, mutant: str) -> Trial:
             violations = [violation for violation in violations if violation["rule"] not in UNFINISHED]
         if not report.exists():
             print(done.stdout[-3000:], file=sys.stderr)
+        if not mutant and violations:
+            print(f"{'':<13} its evidence: {shutil.move(directory / 'evidence', tempfile.mkdtemp())}")
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
     return Trial(
         seconds=time.monotonic() - started,
         broken=Counter(violation["rule"] for violation in violations),
