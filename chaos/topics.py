@@ -25,7 +25,7 @@ TOPICS = {
     "slow": Topic(100),
     "thread": Topic(60),
     "blocks": Topic(3),
-    "grabs": Topic(2),
+    "grabs": Topic(2, max_attempts=2),
     "ordered": Topic(200, max_attempts=3),
     "once": Topic(60, max_attempts=1),
     "generations": Topic(60, max_attempts=2),

@@ -181,6 +181,7 @@ class Child:
             stack.push_async_callback(slots.close)
             self._link.say("ready", sorted(self._outbox.handlers))
             loop = asyncio.get_running_loop()
+            self._loop_lives()  # resources may have taken longer than a lease to open
             threading.Thread(
                 target=self._listen, args=(loop, slots), name="pulse-outbox-link", daemon=True
             ).start()

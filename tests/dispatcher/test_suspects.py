@@ -420,6 +420,17 @@ def test_child_is_kept_for_the_next_suspect(start, rows):
     assert len(command.logged("outbox.child_started")) == 1
 
 
+def test_resources_may_take_longer_than_a_lease_to_open(start, rows):
+    """A lifespan that loads a model, or a slow machine: that is no event loop that stands still."""
+    command = start({"TEST_SLOW_LIFESPAN": "2"})
+    command.wait_for("outbox.started")
+    rows.enqueue("innocent", lapses=1)
+    rows.until("status = 'COMPLETED'", 1, within=40)
+
+    assert len(command.logged("outbox.child_started")) == 1
+    assert not command.logged("outbox.child_stalled")
+
+
 def test_application_that_does_not_load_is_tried_ever_more_rarely(start, rows, tmp_path):
     """The suspects keep their attempts and wait for somebody who can run them; everything else goes on."""
     broken = tmp_path / "broken"

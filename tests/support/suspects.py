@@ -34,6 +34,8 @@ TWICE = RetryPolicy(max_attempts=2, base_delay=0.1)
 
 @outbox.lifespan
 async def connection() -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+    if IN_CHILD:
+        await asyncio.sleep(float(os.environ.get("TEST_SLOW_LIFESPAN", "0")))
     async with await psycopg.AsyncConnection.connect(os.environ["PULSE_OUTBOX_DSN"], autocommit=True) as conn:
         yield conn
 
