@@ -251,6 +251,24 @@ def test_adapters_of_the_application_change_nothing(dsn, conn):
     check(conn, 3)
 
 
+@pytest.mark.parametrize("kind", [drivers.Psycopg, drivers.Psycopg2, drivers.Pg8000, drivers.Asyncpg])
+def test_a_transaction_that_was_opened_by_hand_is_one(dsn, conn, kind):
+    """In autocommit, by a statement of the application's own."""
+    with drivers.opening() as open_driver:
+        driver = open_driver(kind, dsn, autocommit=True)
+        driver.execute("begin")
+        driver.enqueue(outbox, "t", PAYLOAD, headers={"h": 1})
+        driver.execute("commit")
+        driver.execute("begin")
+        with pytest.raises(Exception, match="division by zero"):
+            driver.execute("select 1 / 0")
+        with pytest.raises(EnqueueError, match="transaction has failed"):
+            driver.enqueue(outbox, "t", 1)
+        driver.execute("rollback")
+
+    check(conn, 1)
+
+
 @pytest.mark.parametrize("style", ["format", "pyformat", "qmark", "numeric", "named"])
 def test_every_paramstyle_is_understood(dsn, conn, monkeypatch, style):
     """pg8000 reads it from a variable that applications may set."""

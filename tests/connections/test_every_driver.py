@@ -78,6 +78,16 @@ def test_an_event_alone_commits_too(driver, watcher):
     assert [row["topic"] for row in rows(watcher)] == ["one", "many"]
 
 
+def test_events_alone_roll_back_too(driver, watcher):
+    """COPY may not overtake the transaction that a library begins with its first statement."""
+    driver.enqueue_many(outbox, [NewEvent("t", 1)])
+    driver.rollback()
+    driver.enqueue(outbox, "t")
+    driver.rollback()
+
+    assert rows(watcher) == []
+
+
 def test_a_rolled_back_event_never_was(driver, watcher):
     driver.execute("insert into orders values (7)")
     driver.enqueue(outbox, "t")
