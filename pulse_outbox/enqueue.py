@@ -167,7 +167,7 @@ def _event_as_json(event: EncodedEvent) -> str:
     del fields["payload"], fields["headers"]  # JSON already
     fields["event_id"] = str(event.event_id or uuid7())
     fields["run_at"] = event.run_at and event.run_at.isoformat()
-    fields["delay"] = event.delay and event.delay.total_seconds()
+    fields["delay"] = None if event.delay is None else event.delay.total_seconds()
     given = json.dumps({name: value for name, value in fields.items() if value is not None})
     return f'{given[:-1]}, "headers": {event.headers}, "payload": {event.payload}}}'
 

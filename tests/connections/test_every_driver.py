@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -86,6 +86,16 @@ def test_events_alone_roll_back_too(driver, watcher):
     driver.rollback()
 
     assert rows(watcher) == []
+
+
+def test_a_delay_may_be_zero(driver, watcher):
+    """Computed ones are, at times."""
+    driver.enqueue(outbox, "one", delay=0)
+    driver.enqueue_many(outbox, [NewEvent("many", 1, delay=timedelta(0))])
+    driver.enqueue_many(outbox, [NewEvent("keyed", 1, delay=0, idempotency_key="k")])
+    driver.commit()
+
+    assert [row["topic"] for row in rows(watcher)] == ["one", "many", "keyed"]
 
 
 def test_a_rolled_back_event_never_was(driver, watcher):
