@@ -370,30 +370,38 @@ declare
   v_found    uuid;
   v_sleeps   boolean;                                  -- a dispatcher that serves the topic
 begin
-  case
-    when p_topic is null or char_length(p_topic) not between 1 and 200 then
-      raise exception 'topic must have 1 to 200 characters' using errcode = 'PO003';
-    when p_payload is null then
-      raise exception 'payload must not be null (for a JSON null pass ''null'')' using errcode = 'PO003';
-    when char_length(p_idempotency_key) not between 1 and 400 then
-      raise exception 'idempotency_key must have 1 to 400 characters' using errcode = 'PO003';
-    when char_length(p_ordering_key) not between 1 and 400 then
-      raise exception 'ordering_key must have 1 to 400 characters' using errcode = 'PO003';
-    when jsonb_typeof(p_headers) <> 'object' then
-      raise exception 'headers must be a JSON object' using errcode = 'PO003';
-    when p_priority not between -9 and 9 then
-      raise exception 'priority must be between -9 and 9' using errcode = 'PO003';
-    when p_max_attempts < 1 then
-      raise exception 'max_attempts must be at least 1' using errcode = 'PO003';
-    when p_generation < 0 then
-      raise exception 'generation must not be negative' using errcode = 'PO003';
-    when p_run_at = '-infinity' or p_run_at >= '9000-01-01 00:00Z' then
-      raise exception 'run_at must be before the year 9000' using errcode = 'PO003';
-    when p_dead_key not in ('hold', 'skip') then
-      raise exception 'dead_key must be ''hold'' or ''skip''' using errcode = 'PO003';
-    else
-      null;
-  end case;
+  -- A transaction's first look at a condition sets it up, so the many are looked at only if there is something to see.
+  if p_topic is null
+     or char_length(p_topic) not between 1 and 200
+     or p_payload is null
+     or num_nonnulls(p_idempotency_key, p_ordering_key, p_headers, p_priority, p_run_at, p_max_attempts, p_generation,
+                     p_dead_key) > 0
+  then
+    case
+      when p_topic is null or char_length(p_topic) not between 1 and 200 then
+        raise exception 'topic must have 1 to 200 characters' using errcode = 'PO003';
+      when p_payload is null then
+        raise exception 'payload must not be null (for a JSON null pass ''null'')' using errcode = 'PO003';
+      when char_length(p_idempotency_key) not between 1 and 400 then
+        raise exception 'idempotency_key must have 1 to 400 characters' using errcode = 'PO003';
+      when char_length(p_ordering_key) not between 1 and 400 then
+        raise exception 'ordering_key must have 1 to 400 characters' using errcode = 'PO003';
+      when jsonb_typeof(p_headers) <> 'object' then
+        raise exception 'headers must be a JSON object' using errcode = 'PO003';
+      when p_priority not between -9 and 9 then
+        raise exception 'priority must be between -9 and 9' using errcode = 'PO003';
+      when p_max_attempts < 1 then
+        raise exception 'max_attempts must be at least 1' using errcode = 'PO003';
+      when p_generation < 0 then
+        raise exception 'generation must not be negative' using errcode = 'PO003';
+      when p_run_at = '-infinity' or p_run_at >= '9000-01-01 00:00Z' then
+        raise exception 'run_at must be before the year 9000' using errcode = 'PO003';
+      when p_dead_key not in ('hold', 'skip') then
+        raise exception 'dead_key must be ''hold'' or ''skip''' using errcode = 'PO003';
+      else
+        null;
+    end case;
+  end if;
 
   -- An event without a given key has its own id for one: a given key that is such an id means that event.
   if p_idempotency_key ~ '^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$' then
@@ -2247,6 +2255,7 @@ begin
     grant select on pulse.migration to pulse_producer;
     grant insert (event_id, topic, payload, headers, source, target, idempotency_key, ordering_key, priority, generation,
                   producer_max_attempts, next_run_at, holds_key, parked) on pulse.outbox to pulse_producer;
+    grant select (sleeping, topics) on pulse.dispatcher to pulse_producer;
     grant execute on function
       pulse.uuid7(),
       pulse.outbox_wake(text[]),
@@ -2258,6 +2267,9 @@ begin
     grant usage on schema pulse to pulse_dispatcher;
     grant select on pulse.migration, pulse.pause, pulse.dispatcher to pulse_dispatcher;
     grant select, insert on pulse.event_handled to pulse_dispatcher;
+    -- As a producer has it: handlers enqueue too.
+    grant insert (event_id, topic, payload, headers, source, target, idempotency_key, ordering_key, priority, generation,
+                  producer_max_attempts, next_run_at, holds_key, parked) on pulse.outbox to pulse_dispatcher;
     grant execute on function
       pulse.uuid7(),
       pulse.outbox_wake(text[]),

@@ -183,8 +183,11 @@ class NewEvent(_NewEventFields):
             check_text("source", source)
         if target is not None:
             check_text("target", target)
-        _check_integer("priority", priority, -9, 9)
-        _check_integer("generation", generation, 0, 2**63 - 1)
+        # Asked here already, to save most events the calls.
+        if type(priority) is not int or not -9 <= priority <= 9:
+            _check_integer("priority", priority, -9, 9)
+        if type(generation) is not int or not 0 <= generation < 2**63:
+            _check_integer("generation", generation, 0, 2**63 - 1)
         if max_attempts is not None:
             _check_integer("max_attempts", max_attempts, 1, 2**31 - 1)
         if event_id is not None and not isinstance(event_id, UUID):
@@ -199,23 +202,13 @@ class NewEvent(_NewEventFields):
                 raise EnqueueError("run_at and delay: give one of them, not both")
         if delay is not None:
             as_timedelta("delay", delay)
-        return super().__new__(
+        return tuple.__new__(
             cls,
-            topic,
-            payload,
-            idempotency_key,
-            ordering_key,
-            headers,
-            priority,
-            run_at,
-            delay,
-            max_attempts,
-            generation,
-            source,
-            target,
-            event_id,
-            dead_key,
-        )
+            (
+                topic, payload, idempotency_key, ordering_key, headers, priority, run_at, delay, max_attempts,
+                generation, source, target, event_id, dead_key,
+            ),
+        )  # fmt: skip
 
 
 class EventOptions(TypedDict, total=False):
@@ -287,27 +280,27 @@ def _encode(name: str, value: object, max_bytes: int) -> str:
             f"{name}: {len(body):,} bytes of JSON, above the limit of {max_bytes:,}; "
             "store the data elsewhere and enqueue a reference, or raise Outbox(max_payload_bytes=…)"
         )
-    found = _fault_in_json(name, body) or _fault_lost_in_json(name, value, body)
+    # Nearly always a look at the bytes is enough. Short texts have no room for a nesting or a number that would not
+    # read back.
+    unreadable = len(body) > 2 * MAX_DEPTH and not _reads_back(body)
+    suspicious = unreadable or b"\\u0000" in body or b"NaN" in body or b"Infinity" in body
+    found = _fault_in_json(name, body, unreadable) if suspicious else None
+    if found is None and not _is_plain(value):
+        found = _fault_lost_in_json(name, value, body)
     if found:
         raise EnqueueError(found)
     return body.decode()
 
 
-def _fault_in_json(name: str, body: bytes) -> str | None:
-    """What makes this JSON unacceptable, if anything does. Nearly always answered by a look at the bytes."""
-    # Short texts have no room for a nesting or a number that would not read back.
-    unreadable = len(body) > 2 * MAX_DEPTH and not _reads_back(body)
-    if unreadable or b"\\u0000" in body or b"NaN" in body or b"Infinity" in body:
-        # It may be harmless (the word "NaN" in a text): parsing tells, and what was parsed has the places.
-        fault = _find_fault(name, json.loads(body, parse_int=_parse_integer))
-        return fault or (f"{name}: can't be read back" if unreadable else None)
-    return None
+def _fault_in_json(name: str, body: bytes, unreadable: bool) -> str | None:
+    """What makes suspicious JSON unacceptable, if anything does."""
+    # It may be harmless (the word "NaN" in a text): parsing tells, and what was parsed has the places.
+    fault = _find_fault(name, json.loads(body, parse_int=_parse_integer))
+    return fault or (f"{name}: can't be read back" if unreadable else None)
 
 
 def _fault_lost_in_json(name: str, value: object, body: bytes) -> str | None:
     """What the JSON no longer shows: keys that were no strings; NaN, which pydantic models write as null."""
-    if _is_plain(value):
-        return None
     # Models and dataclasses read their keys back from strings. Where a null remains without those for None, it may
     # have been NaN.
     typed = isinstance(value, BaseModel) or is_dataclass(value)
@@ -477,6 +470,10 @@ def _type_name(value: object) -> str:
     return type(value).__qualname__
 
 
+# Version 7: 48 bits of milliseconds, the version, 12 bits, the variant, 62 bits. The 12 and the 62 are the tail here.
+_LOW_BITS = (1 << 62) - 1
+
+
 class Uuid7Source:
     """Makes time-ordered UUIDs (version 7) that grow strictly within a process, whatever its clock does.
 
@@ -506,7 +503,9 @@ class Uuid7Source:
                 self._tail += 1 + int.from_bytes(self._draw(4))
                 if self._tail >> 74:
                     self._begin(self._millisecond + 1)
-            return UUID(int=_uuid7_frame(self._millisecond) | _uuid7_tail(self._tail))
+            high = self._millisecond << 16 | 0x7000 | self._tail >> 62
+            low = 0b10 << 62 | self._tail & _LOW_BITS
+        return UUID(int=high << 64 | low)
 
     def many(self, number: int) -> list[UUID]:
         """That many ids, in half the time."""
@@ -517,10 +516,10 @@ class Uuid7Source:
                 self._begin(millisecond)
             elif self._tail >> 73:  # no room left for certain
                 self._begin(self._millisecond + 1)
-            frame = _uuid7_frame(self._millisecond)
+            frame = self._millisecond << 80 | 0x7 << 76 | 0b10 << 62
             tails = [*accumulate(map((1).__add__, steps), initial=self._tail)]
             self._tail = tails[-1]
-        return [UUID(int=frame | _uuid7_tail(tail)) for tail in tails[1:]]
+        return [UUID(int=frame | tail >> 62 << 64 | tail & _LOW_BITS) for tail in tails[1:]]
 
     def _begin(self, millisecond: int) -> None:
         self._millisecond = millisecond
@@ -533,16 +532,6 @@ class Uuid7Source:
             self._drawn = self._entropy(400)
         drawn, self._drawn = self._drawn[:number], self._drawn[number:]
         return drawn
-
-
-def _uuid7_frame(millisecond: int) -> int:
-    """A UUID of this time, with its version and variant."""
-    return millisecond << 80 | 0x7 << 76 | 0b10 << 62
-
-
-def _uuid7_tail(tail: int) -> int:
-    """74 bits, as they stand around the variant."""
-    return tail >> 62 << 64 | tail & (1 << 62) - 1
 
 
 uuid7 = Uuid7Source()

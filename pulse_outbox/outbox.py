@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pulse_outbox import enqueue
 from pulse_outbox.errors import SettingsError
 from pulse_outbox.events import (
     DEFAULT_MAX_PAYLOAD_BYTES,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from pulse_outbox.connections import AsyncConnection, SyncConnection
+    from pulse_outbox.enqueue import EncodedEvent
     from pulse_outbox.failures import Redact
     from pulse_outbox.retry import RetryPolicy
 
@@ -166,7 +168,7 @@ class Outbox:
                 "write a generator function with one `yield`"
             )
 
-    # Enqueue. The module is imported on first use: it brings psycopg, which a test of handlers may do without.
+    # Enqueue
 
     def enqueue(
         self,
@@ -182,11 +184,7 @@ class Outbox:
         With an `idempotency_key` or `event_id` that exists, returns the id of the event that is there. Refuses a
         connection in autocommit without an open transaction unless *outside_transaction* says that this is meant.
         """
-        from pulse_outbox import enqueue
-
-        event = enqueue.encode_event(
-            self._in_time(NewEvent(topic, payload, **options)), self.max_payload_bytes
-        )
+        event = self._encoded(topic, payload, options)
         return enqueue.enqueue(connection, self.schema, event, outside_transaction=outside_transaction)
 
     async def enqueue_async(
@@ -199,14 +197,16 @@ class Outbox:
         **options: Unpack[EventOptions],
     ) -> UUID:
         """`enqueue` on an asynchronous connection."""
-        from pulse_outbox import enqueue
-
-        event = enqueue.encode_event(
-            self._in_time(NewEvent(topic, payload, **options)), self.max_payload_bytes
-        )
+        event = self._encoded(topic, payload, options)
         return await enqueue.enqueue_async(
             connection, self.schema, event, outside_transaction=outside_transaction
         )
+
+    def _encoded(self, topic: str, payload: object, options: EventOptions) -> EncodedEvent:
+        if not options:
+            return enqueue.encode_plain(topic, payload, self.max_payload_bytes)
+        event = self._in_time(NewEvent(topic, payload, **options))
+        return enqueue.encode_event(event, self.max_payload_bytes)
 
     def enqueue_many(
         self,
@@ -216,8 +216,6 @@ class Outbox:
         outside_transaction: bool = False,
     ) -> list[UUID]:
         """Writes many events at once and returns their ids in order; one bad event refuses all, before any SQL."""
-        from pulse_outbox import enqueue
-
         batch = enqueue.encode_events(self._all_in_time(events), self.max_payload_bytes)
         return enqueue.enqueue_many(connection, self.schema, batch, outside_transaction=outside_transaction)
 
@@ -229,8 +227,6 @@ class Outbox:
         outside_transaction: bool = False,
     ) -> list[UUID]:
         """`enqueue_many` on an asynchronous connection."""
-        from pulse_outbox import enqueue
-
         batch = enqueue.encode_events(self._all_in_time(events), self.max_payload_bytes)
         return await enqueue.enqueue_many_async(
             connection, self.schema, batch, outside_transaction=outside_transaction

@@ -163,7 +163,9 @@ class Errand:
             route = find_route(connection)
             if is_async(route):
                 raise Unfit(f"this is an asynchronous connection: await {self.async_call}")
-            self._check(route.state(), route, outside)
+            state = route.state()
+            if state is not State.OPEN:
+                self._check(state, route, outside)
         except Unfit as unfit:
             raise self.complaint(str(unfit)) from unfit.__cause__
         return route
@@ -174,13 +176,15 @@ class Errand:
             route = find_route(connection)
             if not is_async(route):
                 raise Unfit(f"this is a synchronous connection: call {self.sync_call}")
-            self._check(await route.state(), route, outside)
+            state = await route.state()
+            if state is not State.OPEN:
+                self._check(state, route, outside)
         except Unfit as unfit:
             raise self.complaint(str(unfit)) from unfit.__cause__
         return route
 
     def _check(self, state: State, route: SyncRoute | AsyncRoute, outside: bool) -> None:
-        if state is State.OPEN or (state is State.OUTSIDE and outside):
+        if state is State.OUTSIDE and outside:
             return
         if state is State.CLOSED:
             raise Unfit(

@@ -52,7 +52,7 @@ class PsycopgRoute:
 
     def call(self, statement: bytes, values: Sequence[object]) -> Row:
         # A cursor of its own: the application may have given the connection another cursor or row factory.
-        cursor = psycopg.Cursor(self._connection, row_factory=tuple_row)
+        cursor = psycopg.RawCursor(self._connection, row_factory=tuple_row)
         return cursor.execute(statement, values).fetchone() or ()
 
     def ask(self, ask: Ask) -> list[Row]:
@@ -86,7 +86,7 @@ class AsyncPsycopgRoute:
         return _state(self._connection)
 
     async def call(self, statement: bytes, values: Sequence[object]) -> Row:
-        cursor = psycopg.AsyncCursor(self._connection, row_factory=tuple_row)
+        cursor = psycopg.AsyncRawCursor(self._connection, row_factory=tuple_row)
         await cursor.execute(statement, values)
         return await cursor.fetchone() or ()
 
@@ -109,12 +109,10 @@ Connection = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
 
 
 def _state(connection: Connection) -> State:
-    if connection.closed:
-        return State.CLOSED
-    status = connection.info.transaction_status
+    status = connection.pgconn.transaction_status
     if status == TransactionStatus.IDLE:
         return State.OUTSIDE if connection.autocommit else State.OPEN
-    return _STATES[status]
+    return _STATES[TransactionStatus(status)]
 
 
 def _copies(connection: Connection) -> bool:

@@ -48,6 +48,46 @@ def test_a_rolled_back_event_never_was(conn):
     assert [row["event_id"] for row in rows(conn)] == [kept]
 
 
+def test_a_plain_event_is_what_the_function_writes(conn):
+    """An event with nothing but topic and payload is inserted without the function; nobody can tell."""
+    outbox.enqueue(conn, "t", [1])
+    outbox.enqueue(conn, "t", [1], event_id=uuid4())
+    conn.execute("select pulse.outbox_enqueue('t', '[1]')")
+
+    ours = [
+        {
+            name: value
+            for name, value in row.items()
+            if name not in ("event_id", "idempotency_key", "seq", "created_at", "next_run_at")
+        }
+        for row in rows(conn)
+    ]
+    assert ours[0] == ours[1] == ours[2]
+    assert all(row["idempotency_key"] == str(row["event_id"]) for row in rows(conn))
+
+
+@pytest.mark.parametrize("options", [{}, {"priority": 1}, {"idempotency_key": "k"}])
+def test_a_sleeping_dispatcher_of_the_topic_is_woken(conn, connect, options):
+    """Otherwise an event waits for the next poll."""
+    conn.execute(
+        """insert into pulse.dispatcher (worker, host, pid, version, topics, sleeping)
+           values ('w', 'h', 1, '1', '{t}', true)"""
+    )
+    conn.commit()
+    listener = connect(autocommit=True)
+    listener.execute("listen pulse_outbox_wake")
+    outbox.enqueue(conn, "other", {}, **options)
+    conn.commit()
+    listener.execute("select 1")
+    assert list(listener.notifies(timeout=0)) == [], "nobody who serves this topic sleeps"
+
+    event_id = outbox.enqueue(conn, "t", {}, **options)
+    conn.commit()
+
+    assert len(list(listener.notifies(timeout=10, stop_after=1))) == 1
+    assert rows(conn)[-1]["event_id"] == event_id
+
+
 def test_every_option_reaches_its_column(conn):
     """As the specification of the row names them."""
     event_id, run_at = uuid4(), datetime(2040, 1, 1, tzinfo=UTC)

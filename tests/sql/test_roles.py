@@ -8,6 +8,7 @@ import psycopg
 import pytest
 from psycopg import sql
 
+from pulse_outbox import NewEvent, Outbox
 from tests.sql.calls import Calls, seconds
 from tests.sql.conftest import ROLES
 
@@ -46,6 +47,19 @@ def test_producer_enqueues(as_role, outbox):
 
     assert producer.enqueue(p_idempotency_key="once") == event_id
     assert outbox.claim().ids == [event_id]
+
+
+@pytest.mark.parametrize("role", ["pulse_producer", "pulse_dispatcher"])
+def test_the_library_enqueues_under_the_role(as_role, outbox, role):
+    """Web processes, and handlers that enqueue what follows."""
+    library = Outbox()
+    outbox.seen("w", sleeping=True)
+    conn = as_role(role).conn
+    with conn.transaction():
+        ids = [library.enqueue(conn, "mail", {}), library.enqueue(conn, "mail", {}, idempotency_key="k")]
+        ids += library.enqueue_many(conn, [NewEvent("mail", {}), NewEvent("mail", {})])
+
+    assert set(outbox.statuses(*ids)) == {"PENDING"}
 
 
 def test_producer_copies(as_role, outbox):
