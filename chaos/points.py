@@ -13,7 +13,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from pulse_outbox.alerts import sentry
-from pulse_outbox.dispatcher.transactions import Transactions
+from pulse_outbox.dispatcher import transactions
 from pulse_outbox.operations import Operations
 from pulse_outbox.store import Store
 
@@ -80,14 +80,14 @@ class Points:
         for step in STORE_STEPS:
             setattr(Store, step, self._around_async(step, getattr(Store, step)))
         sentry.send = self._around("send_alert", sentry.send)
-        is_locked = Transactions._is_locked
+        is_locked = transactions._is_locked
 
-        def before_commit(transactions: Transactions, *arguments: Any) -> bool:
-            locked = is_locked(transactions, *arguments)
+        def before_commit(answers: list[tuple[Any, ...]], give_up_at: float) -> bool:
+            locked = is_locked(answers, give_up_at)
             self.reached("before_commit")
             return locked
 
-        setattr(Transactions, "_is_locked", before_commit)  # noqa: B010  mypy would not have it otherwise
+        transactions._is_locked = before_commit
 
     def wrap_operations(self) -> None:
         """The same for an operator."""

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import psycopg
-from psycopg.rows import tuple_row
 
 from pulse_outbox import connections
 from pulse_outbox.connections import Ask, State
-from pulse_outbox.dispatcher.transactions import LeaseLost, completion, completion_values
+from pulse_outbox.dispatcher.transactions import HandlerTransaction
 from pulse_outbox.errors import SettingsError
 from pulse_outbox.link import Rows
 from pulse_outbox.store import UuidArray
@@ -214,8 +213,7 @@ class BorrowedTransactions:
 
     def __init__(self, connection: object, *, schema: str, clock: Clock) -> None:
         self._given = connection
-        self._complete = completion(schema)
-        self._clock = clock
+        self._transaction = HandlerTransaction(schema, clock)
 
     async def run_async(self, job: Job, build: Callable[[Any], Event[Any]]) -> None:
         """Runs an async handler and completes its event in one savepoint."""
@@ -226,12 +224,7 @@ class BorrowedTransactions:
             given = (await given.get_raw_connection()).driver_connection
         if not isinstance(given, psycopg.AsyncConnection):
             raise _wrong_driver(job, "psycopg.AsyncConnection", given)
-        async with given.transaction():
-            await job.handler.function(build(given))
-            cursor = given.cursor(row_factory=tuple_row)
-            await cursor.execute(self._complete, completion_values(job, self._clock))
-            if await cursor.fetchall():
-                raise LeaseLost
+        await self._transaction.run_async(given, job, build)
 
     def run_sync(self, job: Job, build: Callable[[Any], Event[Any]]) -> None:
         """Runs a sync handler and completes its event in one savepoint."""
@@ -243,11 +236,7 @@ class BorrowedTransactions:
         given = getattr(given, "driver_connection", given)
         if not isinstance(given, psycopg.Connection):
             raise _wrong_driver(job, "psycopg.Connection", given)
-        with given.transaction():
-            job.handler.function(build(given))
-            cursor = given.cursor(row_factory=tuple_row)
-            if cursor.execute(self._complete, completion_values(job, self._clock)).fetchall():
-                raise LeaseLost
+        self._transaction.run_sync(given, job, build)
 
 
 def _wrong_driver(job: Job, wanted: str, given: object) -> SettingsError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -310,3 +311,63 @@ async def test_a_server_that_does_not_answer_is_not_waited_for(
 
     assert (row.attempts, row.lapses) == (1, 0)
     assert await effects(table) == 2
+
+
+@KINDS
+async def test_a_failed_handler_does_not_wait_for_a_silent_server_either(
+    dsn, outbox: Outbox, table: Table, handle, monkeypatch, kind: str
+):
+    """Its rollback gets no answer; its slot, its connection and its lease are not held for that."""
+    async with proxied(dsn) as proxy:
+
+        def fail(event: Event[Any], conn: Any) -> None:
+            monkeypatch.undo()
+            if event.attempt == 1:
+                monkeypatch.setattr(transactions, "DEADLINE", 0.5)
+                assert proxy.freeze("pulse-outbox handlers") == 1
+                raise ValueError("the gateway says no")
+
+        handle(kind, fail)
+        async with dispatching(outbox, proxy.dsn):
+            event_id = await table.enqueue(outbox, "job")
+            row = await table.until_status(event_id, "COMPLETED", within=15)
+
+    assert (row.attempts, row.lapses) == (2, 0)
+    assert await effects(table) == 1
+
+
+@KINDS
+async def test_a_handler_that_rolls_back_has_failed(dsn, outbox: Outbox, table: Table, handle, kind: str):
+    """psycopg ends the block without an exception then; nothing was completed, so it is tried again."""
+
+    def roll_back(event: Event[Any], conn: Any) -> None:
+        raise psycopg.Rollback
+
+    handle(kind, roll_back)
+    event_id = await table.enqueue(outbox, "job")
+    async with dispatching(outbox, dsn) as dispatcher:
+        row = await table.until_status(event_id, "DEAD_LETTERED")
+        assert dispatcher._tally.completed == 0
+
+    assert (row.attempts, row.lapses) == (3, 0)
+    assert "rolled its transaction back" in row.last_error
+    assert await effects(table) == 0
+
+
+async def test_an_async_handler_in_a_plain_wrapper_is_refused(dsn, outbox: Outbox, table: Table):
+    """The wrapper's coroutine can't be awaited beside a sync connection; unawaited, its event would be lost."""
+
+    async def handle(event: Event[Any]) -> None:
+        raise AssertionError("not reached")
+
+    @outbox.handler("job", transactional=True)
+    @functools.wraps(handle)
+    def wrapper(event: Event[Any]) -> Any:
+        return handle(event)
+
+    event_id = await table.enqueue(outbox, "job")
+    async with dispatching(outbox, dsn):
+        row = await table.until_status(event_id, "DEAD_LETTERED")
+
+    assert row.attempts == 1
+    assert "must be `async def` itself" in row.last_error

@@ -110,6 +110,37 @@ def test_a_transactional_handler_works_on_the_same_connection(open_driver, outbo
         assert conn.execute("select order_id from ledger order by 1").fetchall() == [(7,), (8,)]
 
 
+@pytest.mark.parametrize("kind", [Psycopg, AsyncPsycopg], ids=lambda kind: kind.__name__)
+def test_a_transactional_handler_that_rolls_back_has_failed(open_driver, outbox_dsn, shop: Shop, kind):
+    """Here as in a dispatcher."""
+    driver = open_driver(kind, outbox_dsn)
+    topic = "ledger.async" if isinstance(driver, AsyncDriver) else "ledger.sync"
+    shop.trouble = psycopg.Rollback()
+
+    with kit_on(driver, shop) as call:
+        ran = call("run", driver.enqueue(shop.outbox, topic, Order(order_id=7)))
+        assert (ran.status, "rolled its transaction back" in ran.error) == ("RETRYING", True)
+    driver.commit()
+
+    with psycopg.connect(outbox_dsn) as conn:
+        assert conn.execute("select from ledger").fetchall() == []
+
+
+def test_an_async_handler_in_a_plain_wrapper_is_refused(open_driver, outbox_dsn, shop: Shop):
+    """So that the application's tests find it."""
+    driver = open_driver(Psycopg, outbox_dsn)
+    book = shop.outbox.handlers["ledger.async"].function
+
+    @shop.outbox.handler("wrapped", transactional=True)
+    def wrapper(event: Event[Any]) -> Any:
+        return book(event)
+
+    with kit_on(driver, shop) as call:
+        ran = call("run", driver.enqueue(shop.outbox, "wrapped", {}))
+
+    assert (ran.status, "must be `async def` itself" in ran.error) == ("DEAD_LETTERED", True)
+
+
 @pytest.mark.parametrize("kind", [Psycopg, SASession, Django, Asyncpg], ids=lambda kind: kind.__name__)
 def test_a_handler_that_breaks_the_transaction_fails_alone(open_driver, outbox_dsn, shop: Shop, kind):
     """Its connection would be another one in production; here it is the test's, which must go on."""
