@@ -40,6 +40,7 @@ class Ours:
             concurrency=task.concurrency,
             batch=task.batch,
             notify=task.option("notify", True),
+            poll=task.option("poll", 5),
         )
         running = asyncio.create_task(dispatcher.run_async())
         async with await psycopg.AsyncConnection.connect(task.dsn, autocommit=True) as watching:
