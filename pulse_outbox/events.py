@@ -109,6 +109,26 @@ class Event(Generic[T]):
         self.connection: Final[Any] = connection
         self.__class__ = _SealedEvent
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For copies, and for pickles to other processes. What the dispatcher filled in belongs to this run of the
+        # handler, and stays with it.
+        return Event, (
+            self.id,
+            self.topic,
+            self.payload,
+            self.headers,
+            self.idempotency_key,
+            self.ordering_key,
+            self.attempt,
+            self.max_attempts,
+            self.generation,
+            self.lease_seq,
+            self.created_at,
+            self.source,
+            self.target,
+            self.snoozes,
+        )
+
     def __repr__(self) -> str:
         # Without payload and headers: a repr ends up in logs.
         return f"<Event {self.topic} {self.id} attempt {self.attempt}/{self.max_attempts}>"

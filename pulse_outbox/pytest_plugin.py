@@ -40,17 +40,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """In xdist's controller, for each worker: tells it where to ask for the server."""
-    from pulse_outbox.testing.sharing import Desk
+    from pulse_outbox.testing.sharing import open_desk
 
     stash = node.config.stash
     if _desk not in stash:
-        stash[_desk] = Desk(_schema())
-    node.workerinput[ADDRESS] = stash[_desk].address
+        stash[_desk] = open_desk(_schema())
+    desk = stash[_desk]
+    node.workerinput[ADDRESS] = desk and desk.address
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if _desk in config.stash:
-        config.stash[_desk].close()
+    desk = config.stash.get(_desk, None)
+    if desk is not None:
+        desk.close()
         del config.stash[_desk]
 
 

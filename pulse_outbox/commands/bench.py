@@ -47,8 +47,10 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(f"--events must be between 1 and {MOST_EVENTS:,}")
     if not 1 <= args.payload <= 1_000_000:
         raise SettingsError("--payload must be between 1 and 1,000,000 bytes")
-    # Ended like by Ctrl-C, so that the schema is dropped.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _end)
     # A result is on standard output; what goes wrong meanwhile belongs beside it.
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
@@ -78,6 +80,13 @@ def run(args: argparse.Namespace) -> int:
         ],
     )
     return 0
+
+
+def _end(number: int, frame: object) -> None:
+    """Like Ctrl-C, so that the schema is dropped."""
+    # A terminal that closes may say so twice, and what is being dropped must not be interrupted by that.
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _milliseconds(name: str) -> Column:

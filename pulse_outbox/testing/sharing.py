@@ -20,18 +20,37 @@ if TYPE_CHECKING:
 ASK_DEADLINE = 120.0
 
 
+def open_desk(schema: str) -> Desk | None:
+    """None where there can't be one: no unix sockets, or a temporary folder with too long a path for them.
+
+    Each worker has a server of its own then.
+    """
+    if not hasattr(socket, "AF_UNIX"):
+        return None
+    folder = Path(tempfile.mkdtemp(prefix="pulse-"))
+    try:
+        return Desk(folder, schema)
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+
+
 class Desk:
     """Where workers ask: a unix socket in a private folder, answered by a thread of the controller."""
 
-    def __init__(self, schema: str) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="pulse-"))
+    def __init__(self, folder: Path, schema: str) -> None:
+        self._folder = folder
         self.address = str(self._folder / "s")
         self._schema = schema
         self._serving = ExitStack()
         self._answer: str | None = None
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.bind(self.address)
-        self._socket.listen(128)
+        try:
+            self._socket.bind(self.address)
+            self._socket.listen(128)
+        except OSError:
+            self._socket.close()
+            raise
         self._thread = threading.Thread(target=self._serve, name="pulse-outbox-testserver", daemon=True)
         self._thread.start()
 

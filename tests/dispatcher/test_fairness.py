@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from pulse_outbox import Event, NewEvent, Outbox, RetryPolicy
+from pulse_outbox import Dispatcher, Event, NewEvent, Outbox, RetryPolicy
 from tests.support.dispatching import Table, dispatching, drain
 from tests.support.waiting import wait_until_async
 
@@ -35,6 +35,31 @@ async def test_a_hot_topic_does_not_starve_a_quiet_one(dsn, outbox: Outbox, tabl
 
     assert left > 0, "control: the hot topic was busy all the time"
     assert max(waits) < 1.0
+
+
+async def test_a_topic_that_wakes_the_intake_all_the_time_does_not_starve_a_quiet_one(
+    dsn, outbox: Outbox, table: Table
+):
+    """So does one whose jobs give the turn to the next of their keys: other lanes must be looked at all the same."""
+    dispatchers: list[Dispatcher] = []
+    is_hot = asyncio.Event()
+
+    @outbox.handler("hot")
+    async def hot(event: Event) -> None:
+        dispatchers[0]._intake.expect(0)
+        is_hot.set()
+        await asyncio.sleep(0.002)
+
+    outbox.handler("quiet")(lambda event: None)
+    await table.enqueue_many(outbox, [NewEvent("hot", {}) for _ in range(20_000)])
+    async with dispatching(outbox, dsn, concurrency=10) as dispatcher:
+        dispatchers.append(dispatcher)
+        await is_hot.wait()
+        await table.enqueue(outbox, "quiet", priority=9)
+        await table.until("topic = 'quiet' and status = 'COMPLETED'", 1, within=30)
+        left = await table.count("topic = 'hot' and status = 'PENDING'")
+
+    assert left > 0
 
 
 async def test_one_slot_goes_round_the_topics(dsn, outbox: Outbox, table: Table):

@@ -306,6 +306,46 @@ async def test_sync_timeout_settles_but_keeps_the_slot(dsn, outbox: Outbox, tabl
         gate.set()
 
 
+async def test_a_cancellation_that_a_handler_left_behind_does_not_end_the_slot(
+    dsn, outbox: Outbox, table: Table
+):
+    """A timer for a job that has ended comes at a time when nothing runs in its slot."""
+    came = asyncio.Event()
+
+    @outbox.handler("job")
+    async def leaves_a_timer(event: Event) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().call_later(0.2, task.cancel)
+        asyncio.get_running_loop().call_later(0.2, came.set)
+
+    async with dispatching(outbox, dsn, concurrency=1):
+        await table.enqueue(outbox, "job")
+        await came.wait()
+        await table.until("status = 'COMPLETED'", 1)
+        await table.enqueue(outbox, "job")
+        await table.until("status = 'COMPLETED'", 2)
+
+
+async def test_a_slot_that_a_late_thread_frees_is_used(dsn, outbox: Outbox, table: Table):
+    """Nobody else ends and nobody notifies: what is due must not wait beside a slot that is free."""
+    late, rest = threading.Event(), asyncio.Event()
+    outbox.handler("late", timeout=0.2, retry=RetryPolicy(max_attempts=1))(lambda event: late.wait(20))
+
+    @outbox.handler("rests")
+    async def rests(event: Event) -> None:
+        await rest.wait()
+
+    outbox.handler("quick")(lambda event: None)
+    await table.enqueue_many(outbox, [NewEvent("late", {}), NewEvent("rests", {}), NewEvent("rests", {})])
+    async with dispatching(outbox, dsn, concurrency=3, notify=False, poll=600):
+        await table.until("topic = 'late' and status = 'DEAD_LETTERED'", 1)
+        await table.enqueue(outbox, "quick")
+        late.set()
+        await table.until("topic = 'quick' and status = 'COMPLETED'", 1)
+        rest.set()
+
+
 async def test_half_of_the_slots_lost_ends_the_dispatcher(dsn, outbox: Outbox, table: Table):
     """A process that can run next to nothing says so and ends, so that somebody starts a fresh one."""
     gate = threading.Event()

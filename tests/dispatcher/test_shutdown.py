@@ -9,7 +9,7 @@ import time
 import psycopg
 import pytest
 
-from pulse_outbox import Event, NewEvent, Outbox, RetryPolicy
+from pulse_outbox import Dispatcher, Event, NewEvent, Outbox, RetryPolicy
 from tests.support.dispatching import QUICK, Table, dispatching, drain
 from tests.support.proxy import proxied
 from tests.support.waiting import wait_until, wait_until_async
@@ -376,3 +376,21 @@ async def test_an_obedient_handler_goes_back_when_the_grace_is_over(dsn, outbox:
         await table.until("status = 'RUNNING'", 1)
 
     assert await table.count("status = 'PENDING' and attempts = 0 and lapses = 0") == 1
+
+
+async def test_cancelled_it_gives_back_what_it_holds(dsn, outbox: Outbox, table: Table):
+    """As a task group or a web application's shutdown does it: nothing is left to lapse, whatever its budget."""
+
+    @outbox.handler("job")
+    async def waits(event: Event) -> None:
+        await asyncio.sleep(600)
+
+    await table.enqueue_many(outbox, [NewEvent("job", {}) for _ in range(5)])
+    running = asyncio.create_task(Dispatcher(outbox, dsn=dsn, **QUICK, concurrency=2).run_async())
+    await table.until("status = 'RUNNING'", 2)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+    assert await table.count("status = 'PENDING' and attempts = 0 and lapses = 0") == 5
+    assert await table.execute("select 1 from pulse.dispatcher") == []

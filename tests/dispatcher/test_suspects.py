@@ -250,7 +250,8 @@ def test_only_what_had_started_has_lapsed(start, rows):
     assert rows.count(f"{SLOW} and lapses = 2 and attempts = 0 and last_error like '%SIGKILL%'") == 2
 
 
-async def test_claim_whose_answer_was_lost_is_asked_again(dsn, rows, monkeypatch):
+@pytest.mark.parametrize("target", [TARGET, None], ids=["in a child", "in this process"])
+async def test_claim_whose_answer_was_lost_is_asked_again(dsn, rows, monkeypatch, target):
     """Else its rows would be claimed by nobody, and alone that costs an attempt that never started."""
     monkeypatch.setenv("PULSE_OUTBOX_DSN", dsn)
     monkeypatch.chdir(ROOT)
@@ -263,7 +264,7 @@ async def test_claim_whose_answer_was_lost_is_asked_again(dsn, rows, monkeypatch
             return store
 
     rows.enqueue("innocent", lapses=2)
-    dispatcher = Forgetful(suspects.outbox, dsn=dsn, target=TARGET, **QUICK)
+    dispatcher = Forgetful(suspects.outbox, dsn=dsn, target=target, **QUICK)
     running = asyncio.create_task(dispatcher.run_async())
     await wait_until_async(lambda: asyncio.to_thread(rows.count, "status = 'COMPLETED'"))
     dispatcher.stop()
@@ -439,17 +440,19 @@ def test_application_that_does_not_load_is_tried_ever_more_rarely(start, rows, t
     command.wait_for("outbox.started")
     rows.enqueue("innocent", lapses=1)
     rows.enqueue("innocent", lapses=2)
+    rows.enqueue("serial", lapses=1)
     complaint = command.wait_for("outbox.child_failed")
     rows.enqueue("innocent", lapses=0)
-    rows.until("status = 'COMPLETED'", 1)
+    rows.enqueue("serial", lapses=0)
+    rows.until("status = 'COMPLETED'", 2)
     wait_until(lambda: len(broken.read_text().split()) >= 4, within=20)
 
     assert "can't be loaded today" in complaint["error"]
-    assert rows.count("attempts = 0 and lease_seq = 0") == 2
+    assert rows.count("attempts = 0 and lease_seq = 0") == 3
     first, *_, last = map(float, broken.read_text().split())
     assert last - first > 2
     broken.unlink()
-    rows.until("status = 'COMPLETED'", 3)
+    rows.until("status = 'COMPLETED'", 5)
 
 
 # The end of the dispatcher

@@ -64,6 +64,7 @@ async def note(event: Event[dict]) -> None:
 
 outbox.handler("noted")(note)
 outbox.handler("limited", concurrency=2)(note)
+outbox.handler("serial", concurrency=1)(note)
 
 
 @outbox.handler("written", transactional=True)
