@@ -341,6 +341,7 @@ class ChildSuspects:
         pause = min(PAUSE_AFTER_FAILURE * 2 ** min(self._failures, 10), PAUSE_AFTER_FAILURE_MAX)
         self._failures += 1
         self._not_before = time.monotonic() + pause
+        self._keep_places()
         if self._condition.complain("suspects", f"the child process for suspects does not start: {why}"):
             log.error("outbox.child_failed", error=why)
 
@@ -429,6 +430,8 @@ class ChildSuspects:
         for topic, places in self._kept.items():
             self._in_flight.reserve(topic, -places)
         self._kept = {}
+        if self._failures and not any(child.usable for child in self._children):
+            return  # nobody could use them
         for topic in self._lapsed_once.topics | self._lapsed_often.topics:
             most = self._handlers[topic].concurrency
             if most is not None:

@@ -99,7 +99,8 @@ class Dispatcher:
         self._tally = Tally()
         self._throughput = Throughput(sorted(self._handlers), time.monotonic())
         self._in_flight = InFlight()
-        self._said_sleeping: bool | None = None
+        self._sleeping: bool | None = None
+        """Whether producers should wake it; None: nothing was said yet, or nobody knows what arrived."""
 
     # Starting and stopping
 
@@ -120,15 +121,23 @@ class Dispatcher:
             raise SystemExit(1)
 
     async def run_async(self) -> None:
-        """Runs until `stop` is called; inside a loop of the application's own."""
+        """Runs until `stop` is called; inside a loop of the application's own.
+
+        Cancelled, it ends without a grace: what runs is cancelled too, and all that it held goes back.
+        """
         # In one task from beginning to end: what a lifespan opens may insist on being closed where it was opened.
         async with AsyncExitStack() as stack:
             try:
                 await self._open(stack)
             except _StoppedEarly:
                 return
-            await self._stopping.wait()
-            await self._drain()
+            try:
+                await self._stopping.wait()
+            except asyncio.CancelledError:
+                self.stop("cancelled")
+                await self._drain(grace=0)
+                raise
+            await self._drain(self.settings.seconds("grace"))
 
     def stop(self, why: str = "asked to") -> None:
         """Starts the end: no more claims, running handlers get their grace. From the event loop's thread only."""
@@ -159,11 +168,14 @@ class Dispatcher:
         """Awaits a storage call of the start; a stop does not wait for a database that does not answer."""
         calling = asyncio.create_task(call)
         stopping = asyncio.create_task(self._stopping.wait())
-        await asyncio.wait({calling, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not calling.done():
-            calling.cancel()
-            await asyncio.wait({calling})
+        try:
+            await asyncio.wait({calling, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            if was_too_slow := not calling.done():
+                calling.cancel()
+                await asyncio.wait({calling})
+        if was_too_slow:
             raise _StoppedEarly
         calling.result()
 
@@ -220,6 +232,7 @@ class Dispatcher:
             deliver=self._deliver,
             concurrency=settings.concurrency,
             exhausted=self._slots_exhausted,
+            freed=lambda: self._intake.room_made(),  # noqa: PLW0108  made after this
         )
         claim_store = await self._open_store("claim", stack)
         self._intake = Intake(
@@ -230,7 +243,7 @@ class Dispatcher:
             slots=self._slots,
             settler=self._settler,
             tally=self._tally,
-            say_sleeping=lambda sleeping: self._say_alive(claim_store, sleeping=sleeping),
+            say_sleeping=lambda sleeping: self._say_sleeping(claim_store, sleeping),
             suspects_due=lambda lanes: self._suspects.due(lanes),  # noqa: PLW0108  made after the intake
         )
         self._alerts = Alerts(
@@ -311,7 +324,7 @@ class Dispatcher:
 
         stack.push_async_callback(end_loops)
 
-    async def _drain(self) -> None:
+    async def _drain(self, grace: float) -> None:
         """No more claims; what has not started goes back, what runs gets its grace, what ended is stored."""
         systemd.tell("STOPPING=1")
         self._give_back(self._handlers)
@@ -319,7 +332,7 @@ class Dispatcher:
         log.info("outbox.stopping", why=self._why, running=self._slots.running, waiting=self._slots.waiting)
         self._give_back(self._handlers)
         closing = asyncio.create_task(self._suspects.close())
-        grace_ends = time.monotonic() + self.settings.seconds("grace")
+        grace_ends = time.monotonic() + grace
         while self._slots.worth_waiting_for and time.monotonic() < grace_ends:
             await asyncio.sleep(0.02)
         if self._slots.running:
@@ -433,27 +446,36 @@ class Dispatcher:
             )
             self.stop(why)
 
-    async def _say_alive(self, store: Store, *, sleeping: bool | None = None) -> None:
-        """Keeps this dispatcher's row true. Without *sleeping*: as it was."""
-        settings = self.settings
-        if sleeping is not None and sleeping == self._said_sleeping:
+    async def _say_sleeping(self, store: Store, sleeping: bool) -> None:
+        """Whether producers should wake this dispatcher."""
+        if sleeping == self._sleeping:
             return
-        if sleeping is None:
-            sleeping = self._said_sleeping if self._said_sleeping is not None else True
-        await store.dispatcher_seen(
-            settings.worker,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            version=__version__,
-            topics=sorted(self._handlers),
-            generations=settings.generations,
-            in_flight=len(self._in_flight),
-            sleeping=sleeping and settings.notify,
-            lease=settings.lease_time,
-            completed=self._tally.completed,
-            rates=self._throughput.rates(time.monotonic()),
-        )
-        self._said_sleeping = sleeping
+        self._sleeping = sleeping
+        try:
+            await self._say_alive(store)
+        except BaseException:
+            self._sleeping = None
+            raise
+
+    async def _say_alive(self, store: Store) -> None:
+        """Keeps this dispatcher's row true. The heart does it beside the others, on a connection of its own."""
+        settings = self.settings
+        said: bool | None = not self._sleeping
+        while said is not self._sleeping:  # changed meanwhile: what was said first may have come last
+            said = self._sleeping
+            await store.dispatcher_seen(
+                settings.worker,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                version=__version__,
+                topics=sorted(self._handlers),
+                generations=settings.generations,
+                in_flight=len(self._in_flight),
+                sleeping=said is not False and settings.notify,
+                lease=settings.lease_time,
+                completed=self._tally.completed,
+                rates=self._throughput.rates(time.monotonic()),
+            )
 
     async def _say_gone(self, store: Store) -> None:
         try:

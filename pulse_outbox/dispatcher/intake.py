@@ -96,6 +96,8 @@ class Intake:
         self._listed_at = 0.0
         self._listing_interval = 0.0
         self._relist = True
+        self._guessed = False
+        """There was a claim without a listing since the last listing."""
         self._stirred = asyncio.Event()
         self._needs_room = False
         self._nap = FIRST_NAP
@@ -188,11 +190,14 @@ class Intake:
         if wanted < 1:
             await self._wait_for_room()
             return None
-        if self._relist and not self._limited:
-            # Woken: one call is mostly enough. What it does not find, the listing after it shows.
+        listing_is_due = time.monotonic() >= self._listed_at + self._listing_interval
+        if self._relist and not self._limited and not (self._guessed and listing_is_due):
+            # Woken: one call is mostly enough. What it does not find, the listing after it shows, which must come: else
+            # a topic whose every job wakes this would keep all others from being seen.
             self._relist = False
+            self._guessed = True
             return self._call_of(self._lanes.guess(wanted))
-        if self._relist or time.monotonic() >= self._listed_at + self._listing_interval:
+        if self._relist or listing_is_due:
             await self._list()
         plan = self._lanes.plan(wanted, self._room_of, time.monotonic())
         if plan is None or self._holds:
@@ -274,6 +279,7 @@ class Intake:
 
     async def _list(self) -> None:
         self._relist = False
+        self._guessed = False
         self._listings += 1
         started = time.monotonic()
         listed = await self._store.lanes(self._topics, self._settings.generations)
@@ -313,7 +319,7 @@ class Intake:
     async def _wait_for_room(self) -> None:
         self._needs_room = True
         self._stirred.clear()
-        await self._stirred.wait()
+        await self._sleep(self._settings.seconds("poll"))
         self._needs_room = False
 
     async def _rest(self) -> None:

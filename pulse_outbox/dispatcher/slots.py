@@ -58,10 +58,12 @@ class Slots:
         deliver: Callable[[Outcome], None],
         concurrency: int,
         exhausted: Callable[[str], None],
+        freed: Callable[[], None] = lambda: None,
     ) -> None:
         self._runner = runner
         self._deliver = deliver
         self._exhausted = exhausted
+        self._freed = freed
         self._queue: deque[Job] = deque()
         self._idle: list[Slot] = []
         self._slots = [Slot() for _ in range(concurrency)]
@@ -142,9 +144,7 @@ class Slots:
                 self._slice_over = True
                 asyncio.get_running_loop().call_soon(self._next_slice)
             if not self._queue or self._slice_over:
-                slot.wakeup = asyncio.get_running_loop().create_future()
-                self._idle.append(slot)
-                await slot.wakeup
+                await self._rest(slot)
             else:
                 job = self._queue.popleft()
                 if now > job.leased_until:
@@ -155,6 +155,23 @@ class Slots:
                     job.stage = "finished"
                     if outcome is not None:
                         self._deliver(outcome)
+                    else:
+                        self._freed()
+
+    async def _rest(self, slot: Slot) -> None:
+        """Until there is something to do. A handler that has ended may have left a timer that cancels its task."""
+        slot.wakeup = asyncio.get_running_loop().create_future()
+        self._idle.append(slot)
+        try:
+            await slot.wakeup
+        except asyncio.CancelledError:
+            if self._closing:
+                raise
+            assert slot.task is not None
+            while slot.task.cancelling():
+                slot.task.uncancel()
+            if slot in self._idle:
+                self._idle.remove(slot)
 
     def _next_slice(self) -> None:
         self._slice_end = time.monotonic() + SLICE

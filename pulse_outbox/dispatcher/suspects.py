@@ -96,7 +96,8 @@ class LonelySuspects:
         """One suspect at a time, and a turn for everybody else in between."""
         turn = TURN_FOR_OTHERS
         while True:
-            await self._some.wait()
+            if self._token is None:  # else its answer was lost: what it took is in no listing
+                await self._some.wait()
             self._some.clear()
             quiet = await self._intake.hold(SUSPECT)
             try:
