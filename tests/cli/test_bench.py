@@ -47,7 +47,7 @@ def test_measures_and_leaves_nothing(environment, empty_dsn):
     assert not left_behind(empty_dsn, schema_in(done.stderr))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted_it_cleans_up(environment, empty_dsn, number):
     """It runs on somebody's own database: what it made there must go, however it ends."""
     process = subprocess.Popen(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import threading
 from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
@@ -58,3 +61,23 @@ def test_event_is_an_event_and_shows_no_data():
     assert isinstance(event, Event)
     assert type(event).__name__ == "Event"
     assert repr(event) == "<Event order.paid 00000000-0000-0000-0000-000000000007 attempt 2/5>"
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda event: pickle.loads(pickle.dumps(event))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_event_can_be_copied_and_sent_to_another_process(copied):
+    """As a handler does that gives its work to a process pool; connections can't go along."""
+    given: dict[str, Any] = {
+        name: name for name in Event.__slots__ if name not in ("payload", "resources", "connection")
+    }
+    event: Any = Event(**given, payload={"a": [1]}, resources=threading.Lock(), connection=threading.Lock())
+
+    again: Any = copied(event)
+
+    kept = {name: getattr(again, name) for name in Event.__slots__}
+    assert kept == {**given, "payload": {"a": [1]}, "resources": None, "connection": None}
+    with pytest.raises(AttributeError, match="can't be changed"):
+        again.topic = "other"

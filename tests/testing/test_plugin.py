@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+
+from pulse_outbox.testing.sharing import open_desk
 
 SHOP = """
     from pulse_outbox import Event, Outbox
@@ -110,6 +113,24 @@ def test_a_suite_that_asks_for_nothing_pays_nothing(run_pytest, tmp_path):
 
     assert "1 passed" in shown, shown
     assert [(tmp_path / name).read_text() for name in ("controller", "worker")] == ["heavy: []"] * 2
+
+
+def test_workers_have_servers_of_their_own_where_no_socket_can_be(run_pytest, tmp_path, monkeypatch):
+    """A unix socket's path has room for about a hundred characters; and the plugin is in every run of the project."""
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))
+    shown = run_pytest("-n", "1", test_it__py="def test_it(outbox_dsn): pass")
+
+    assert "1 passed" in shown, shown
+    assert not list(deep.glob("pulse-*"))
+
+
+def test_there_is_no_desk_without_unix_sockets(monkeypatch):
+    """As on Windows."""
+    monkeypatch.delattr(socket, "AF_UNIX")
+
+    assert open_desk("pulse") is None
 
 
 def test_an_outbox_that_nobody_named_is_asked_for(run_pytest):
