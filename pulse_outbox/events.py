@@ -230,6 +230,16 @@ class NewEvent(_NewEventFields):
             ),
         )  # fmt: skip
 
+    def __getnewargs_ex__(self) -> tuple[tuple[object, ...], dict[str, object]]:
+        """For pickle and copy, which would give all fields by position."""
+        return self[:2], dict(zip(self._fields[2:], self[2:], strict=True))
+
+    def _replace(self, **changes: Any) -> Self:
+        """Another event, checked like any other."""
+        return type(self)(**{**self._asdict(), **changes})
+
+    __replace__ = _replace
+
 
 class EventOptions(TypedDict, total=False):
     """What `enqueue` takes beside topic and payload; the meanings are those of NewEvent."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -72,3 +74,14 @@ def test_the_widest_values_are_accepted():
     )
 
     assert event.topic == "é" * 200
+
+
+def test_it_can_be_copied_pickled_and_changed():
+    """A value like any other: what is made of it is checked as it was."""
+    event = NewEvent("t", {"a": 1}, priority=3, delay=2)
+
+    assert pickle.loads(pickle.dumps(event)) == event
+    assert copy.deepcopy(event) == event
+    assert event._replace(priority=4).priority == 4
+    with pytest.raises(EnqueueError, match="priority"):
+        event._replace(priority=40)
