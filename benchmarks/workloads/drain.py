@@ -102,6 +102,8 @@ def _pure_sql(bench: Bench, entry: Entry, size: Mapping[str, Any]) -> Outcome:
             bench.postgres.settle(dsn)
         else:
             bench.load(entry, dsn, size["count"])
+        for guarantee in entry.options.get("without", ()):
+            rows(dsn, (PURE_SQL / f"without_{guarantee}.sql").read_text())
         with psycopg.connect(dsn, autocommit=True) as conn:
             conn.execute("select set_config('bench.batch', %s, false)", [str(size["batch"])])
             delete = str(bool(entry.options.get("delete"))).lower()
@@ -137,6 +139,24 @@ def _with_pure_sql(peers: Sequence[Peer]) -> list[Entry]:
         *everyone(peers),
         ours("pure SQL, ours", sql="ours"),
         ours("pure SQL, bare", sql="bare"),
+    ]
+
+
+GUARANTEES = ("constraints", "lease_index", "lock_step")
+
+
+def _guarantees(peers: Sequence[Peer]) -> list[Entry]:
+    """Pure SQL, with single guarantees taken away: what they cost."""
+    if not _only_ours(peers):
+        return []
+    return [
+        ours("all guarantees", sql="ours"),
+        *(
+            ours(f"without {guarantee.replace('_', ' ')}", sql="ours", without=[guarantee])
+            for guarantee in GUARANTEES
+        ),
+        ours("without all three", sql="ours", without=list(GUARANTEES)),
+        ours("bare table", sql="bare"),
     ]
 
 
@@ -184,6 +204,7 @@ WORKLOADS = (
         most_rounds=3,
         quick={"count": 30_000},
     ),
+    _drain("guarantees", "Pure SQL, with guarantees taken away", _guarantees, count=100_000),
     _drain("drain-delete", "Drain of 50,000, completed rows deleted at once", _deleting, count=50_000),
     _drain(
         "io-300",
