@@ -42,6 +42,9 @@ from pulse_outbox.events import (
 )
 from pulse_outbox.trace import add_trace, current_trace_headers
 
+STATEMENT_CHARACTERS = 16 * 1024 * 1024
+"""How much JSON of a batch that can't go by COPY one statement gets, unless a single event is larger."""
+
 # What is written
 
 
@@ -228,6 +231,19 @@ def as_json(events: Sequence[EncodedEvent]) -> str:
     return f"[{', '.join(map(_event_as_json, events))}]"
 
 
+def _in_parts(events: Iterable[EncodedEvent]) -> Iterator[str]:
+    """The same for several statements, one after the other: PostgreSQL takes no value of a gigabyte."""
+    part: list[str] = []
+    size = 0
+    for text in map(_event_as_json, events):
+        if part and size + len(text) > STATEMENT_CHARACTERS:
+            yield f"[{', '.join(part)}]"
+            part, size = [], 0
+        part.append(text)
+        size += len(text)
+    yield f"[{', '.join(part)}]"
+
+
 def _event_as_json(event: EncodedEvent) -> str:
     fields = event._asdict()
     del fields["payload"], fields["headers"]  # JSON already
@@ -340,7 +356,10 @@ async def enqueue_async(
 def enqueue_many(connection: object, schema: str, batch: Batch, *, outside_transaction: bool) -> list[UUID]:
     """Writes many events, by COPY where that is possible; returns their ids in the given order."""
     return ENQUEUE.run(
-        connection, schema, lambda route: _write(batch, schema, route.copies), outside=outside_transaction
+        connection,
+        schema,
+        lambda route: _write(batch, schema, route.copies, alone=outside_transaction),
+        outside=outside_transaction,
     )
 
 
@@ -349,16 +368,23 @@ async def enqueue_many_async(
 ) -> list[UUID]:
     """The same on an asynchronous connection."""
     return await ENQUEUE.run_async(
-        connection, schema, lambda route: _write(batch, schema, route.copies), outside=outside_transaction
+        connection,
+        schema,
+        lambda route: _write(batch, schema, route.copies, alone=outside_transaction),
+        outside=outside_transaction,
     )
 
 
-def _write(batch: Batch, schema: str, copies: Callable[[], bool]) -> Steps[list[UUID]]:
+def _write(batch: Batch, schema: str, copies: Callable[[], bool], *, alone: bool) -> Steps[list[UUID]]:
     if not batch.events:
         return []
     if batch.may_exist or not copies():
-        rows = yield Ask(enqueue_each_statement(schema), (as_json(batch.events),))
-        return [_id_of(row) for row in rows]
+        written: list[UUID] = []
+        # Without a transaction around them, only one statement writes all or none.
+        for part in [as_json(batch.events)] if alone else _in_parts(batch.events):
+            rows = yield Ask(enqueue_each_statement(schema), (part,))
+            written += map(_id_of, rows)
+        return written
     now = None
     if any(map(timed, batch.events)):
         [row] = yield Ask(_NOW, ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -11,7 +12,8 @@ from uuid import UUID, uuid4
 import psycopg
 import pytest
 
-from pulse_outbox import EnqueueError, Event, NewEvent, Outbox, SchemaError, TransactionNeeded
+from pulse_outbox import EnqueueError, Event, NewEvent, Outbox, SchemaError, TransactionNeeded, enqueue
+from pulse_outbox.connections import Ask
 from tests.connections.drivers import DRIVERS, Driver, Open, opening
 from tests.enqueue.reading import rows
 from tests.support.testbed import Testbed
@@ -229,6 +231,27 @@ def test_many_go_by_copy_where_the_driver_has_it(driver, watcher):
 
     assert [row["parked"] for row in rows(watcher)] == [False, driver.copies]
     assert driver.enqueue_many(outbox, []) == []
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_large_batch_is_written_in_parts(driver, watcher, monkeypatch, outside):
+    """No value of a gigabyte is sent. What may be outside a transaction stays whole, to be written or not."""
+    sent: list[str] = []
+
+    def ask(text: str, values: tuple[str, ...]) -> Ask:
+        sent.extend(values)
+        return Ask(text, values)
+
+    monkeypatch.setattr(enqueue, "STATEMENT_CHARACTERS", 1000)
+    monkeypatch.setattr(enqueue, "Ask", ask)
+    sizes = [10, 300, 10, 2000, 10, 400, 400]
+    given = [NewEvent("t", "x" * size, idempotency_key=f"k{n}") for n, size in enumerate(sizes)]
+    ids = driver.enqueue_many(outbox, given, outside_transaction=outside)
+    driver.commit()
+
+    assert [row["event_id"] for row in rows(watcher)] == ids
+    assert [row["payload"] for row in rows(watcher)] == [event.payload for event in given]
+    assert [len(json.loads(text)) for text in sent] == ([7] if outside else [3, 1, 2, 1])
 
 
 def test_ordering_keys_and_ids_are_kept(driver, watcher):
