@@ -130,8 +130,12 @@ class Cluster:
 
     def kill_postmaster(self) -> None:
         """Only the main process is killed; the others notice. Started again when they are gone."""
-        os.kill(self.primary.pid, signal.SIGKILL)
+        main, *others = self._processes()
+        os.kill(main, signal.SIGKILL)
         self.primary.crash()
+        for pid in others:  # one that another fault has stopped would never notice
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
         give_up_at = time.monotonic() + 30
         while not self.primary.is_running:
             try:
