@@ -130,7 +130,7 @@ class Injector:
         self._order(self._rig.dispatchers, points.DISPATCHER_POINTS, fault)
 
     def _kill_child(self, fault: Planned) -> None:
-        for child in self._one_child(fault):
+        for _, child in self._one_child(fault):
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
                 self._note("kill-child", pid=child)
@@ -139,15 +139,26 @@ class Injector:
         stopped = self._one_child(fault)
 
         def send(number: signal.Signals) -> None:
-            for child in stopped:
+            for _, child in stopped:
                 with suppress(ProcessLookupError):
                     os.kill(child, number)
 
         send(signal.SIGSTOP)
         return lambda: send(signal.SIGCONT)
 
-    def _one_child(self, fault: Planned) -> list[int]:
-        children = [child for process in self._rig.dispatchers if process for child in process.children()]
+    def _order_child(self, fault: Planned) -> None:
+        """Killed at a named point of a handler's run; it takes orders from the file of its dispatcher."""
+        for process, child in self._one_child(fault):
+            if any(self._rig.directory.glob(f"*-{process.name}-{child}.jsonl")):
+                point = points.CHILD_POINTS[int(fault.choice * 1e6) % len(points.CHILD_POINTS)]
+                (self._rig.directory / f"orders-{process.name}").write_text(f"{point}:1:KILL")
+                with suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGUSR1)
+
+    def _one_child(self, fault: Planned) -> list[tuple[Process, int]]:
+        children = [
+            (process, child) for process in self._rig.dispatchers if process for child in process.children()
+        ]
         return [children[int(fault.choice * len(children))]] if children else []
 
     def _deploy(self, fault: Planned) -> None:

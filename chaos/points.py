@@ -45,6 +45,7 @@ DISPATCHER_POINTS = (
     "after_send_alert",
     "before_commit",
 )
+CHILD_POINTS = ("before_handler", "after_handler", "before_commit")
 OPERATOR_POINTS = tuple(f"{when}_{step}" for step in OPERATOR_STEPS for when in ("before", "after"))
 PRODUCER_POINTS = ("before_enqueue", "after_enqueue", "after_commit")
 
