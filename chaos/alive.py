@@ -1,6 +1,6 @@
 """A witness in every dispatcher: a thread that asks the database the time of day, and writes down when it was told.
 
-A process that was killed, stopped or starved, or that did not reach the database, leaves a gap. One without a gap could
+A process that was killed, stopped or starved, or that did not reach the database, leaves gaps. One without them could
 have beaten for its jobs, whatever its event loop was doing.
 """
 
@@ -35,7 +35,7 @@ def write_down_when_it_is_well(dsn: str, path: Path) -> None:
     threading.Thread(target=watch, name="chaos-alive", daemon=True).start()
 
 
-def longest_gap(times: list[float], since: float, until: float) -> float:
-    """For how long it was not seen to be well between two moments."""
+def time_lost(times: list[float], since: float, until: float) -> float:
+    """For how long, all in all, it was not seen to be well between two moments."""
     seen = [since, *(at for at in times if since < at < until), until]
-    return max(later - earlier for earlier, later in pairwise(seen))
+    return sum(max(0.0, later - earlier - INTERVAL) for earlier, later in pairwise(seen))

@@ -8,7 +8,7 @@ from collections import defaultdict
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from chaos.alive import longest_gap
+from chaos.alive import time_lost
 from chaos.checker.lives import TOLERANCE, Life, Violation, claims_of
 from chaos.faults import KINDS
 
@@ -69,8 +69,8 @@ def check_leases(evidence: Evidence, lives: Iterable[Life]) -> Iterator[Violatio
                 begun - TOLERANCE < step.at and beaten < ended + CALL_DEADLINE for begun, ended in cut_off
             ):
                 continue
-            gap = longest_gap(evidence.alive.get(before.locked_by or "", []), beaten, before.lease_until)
-            if gap < evidence.lease / 3:
+            lost = time_lost(evidence.alive.get(before.locked_by or "", []), beaten, before.lease_until)
+            if lost < evidence.lease / 3:
                 yield Violation(
                     "lease",
                     life.event,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from chaos.alive import longest_gap
+import pytest
+
+from chaos.alive import time_lost
 from chaos.evidence import Fault, Sweep
 from tests.chaos.story import LEASE, Story
 
@@ -48,9 +50,11 @@ def test_an_outage_is_no_excuse():
     assert story.rules(lease=LEASE, alive=seen(began - 1, began + 9), faults=frozen) == {"lease"}
 
 
-def test_a_gap_is_what_nobody_has_seen():
-    assert longest_gap([], 1, 4) == 3
-    assert longest_gap([0.5, 2, 3.5, 9], 1, 4) == 1.5
+def test_time_is_lost_when_nobody_saw_it():
+    """A starved process leaves many gaps, none of which is long."""
+    assert time_lost([], 1, 4) == pytest.approx(2.8)
+    assert time_lost([0.5, 2, 3.5, 9], 1, 4) == pytest.approx(0.8 + 1.3 + 0.3)
+    assert time_lost([1 + 0.2 * number for number in range(1, 15)], 1, 4) == pytest.approx(0)
 
 
 def test_a_terminal_failure_is_the_end():
