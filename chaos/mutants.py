@@ -29,7 +29,6 @@ class Course:
     lease: float = 3
     drain_within: float = 180
     rate: float = 15
-    seed: int = 1
 
 
 COURSES = {
