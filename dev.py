@@ -46,7 +46,7 @@ CHECKS: dict[str, list[str]] = {
     "mypy": ["mypy", "--strict"],
     "import-linter": ["lint-imports", "--no-logo"],
 }
-TESTS: dict[str, list[str]] = {"pytest": ["pytest", "-n", "2"]}
+TESTS: dict[str, list[str]] = {"pytest": ["pytest", "-n", "2", "--dist", "worksteal"]}
 
 
 def main(arguments: Sequence[str]) -> int:

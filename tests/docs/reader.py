@@ -54,7 +54,6 @@ class Reader:
             "PGDATABASE": self._database,
             "NO_COLOR": "1",
             "COLUMNS": "160",
-            "PYTHONDONTWRITEBYTECODE": "1",
         }
         self._names = types.ModuleType("page")
         self._loop = asyncio.new_event_loop()
