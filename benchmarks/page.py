@@ -12,7 +12,7 @@ from benchmarks.environments import ROOT
 from benchmarks.machine import BUSY_LOAD
 from benchmarks.report import number, table, targets_table, workload_table
 from benchmarks.results import Results
-from benchmarks.targets import OUR_LABEL, judge
+from benchmarks.targets import OUR_LABEL, TARGETS, judge
 from benchmarks.workloads import WORKLOADS
 
 TEMPLATE = Path(__file__).resolve().parent / "page.md"
@@ -85,6 +85,8 @@ def render(results: Results | None, plots: dict[str, Path]) -> str:
                 return _versions(results)
             case "costs":
                 return _costs(results)
+            case "three-times":
+                return _three_times(results)
             case "estimate":
                 return _estimate(results)
         if name not in results.workloads():
@@ -140,6 +142,24 @@ def _costs(results: Results) -> str:
     return (
         f"A million no-op jobs, claimed, run and completed, take {worker} s of the dispatcher's processor time and "
         f"{server} s of PostgreSQL's, and write {wal} bytes of WAL each. Enqueueing comes on top."
+    )
+
+
+def _three_times(results: Results) -> str:
+    """What the target that is hardest to reach would take, on this machine."""
+    target = next(target for target in TARGETS if target.at_least == 3)
+    measured, cost = target.measure(results), _cost(results)
+    theirs = results.summary("drain", measured.against, "rate") if measured else None
+    if measured is None or cost is None or theirs is None:
+        return NOT_YET
+    wanted = 3 * theirs.median
+    cores = results.machine["cores"]
+    both = cost["cpu_worker"] + cost["cpu_server"]
+    return (
+        f"Three times {measured.against}, the fastest Python peer, would be {number(wanted)} jobs per second. "
+        f"On {cores} cores, if neither ever waited, that leaves {number(cores / wanted * 1e6)} µs of processor time for a "
+        f"job; ours takes {number(cost['cpu_worker'])} in the dispatcher and {number(cost['cpu_server'])} in PostgreSQL, "
+        f"{number(both)} in all, so {number(cores / both * 1e6)} per second is the most that these cores could do."
     )
 
 
