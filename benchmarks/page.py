@@ -154,12 +154,13 @@ def _three_times(results: Results) -> str:
         return NOT_YET
     wanted = 3 * theirs.median
     cores = results.machine["cores"]
-    both = cost["cpu_worker"] + cost["cpu_server"]
+    worker, server = cost["cpu_worker"], cost["cpu_server"]
+    left, most = cores / wanted * 1e6, cores / (worker + server) * 1e6
     return (
         f"Three times {measured.against}, the fastest Python peer, would be {number(wanted)} jobs per second. "
-        f"On {cores} cores, if neither ever waited, that leaves {number(cores / wanted * 1e6)} µs of processor time for a "
-        f"job; ours takes {number(cost['cpu_worker'])} in the dispatcher and {number(cost['cpu_server'])} in PostgreSQL, "
-        f"{number(both)} in all, so {number(cores / both * 1e6)} per second is the most that these cores could do."
+        f"On {cores} cores, if neither ever waited, that leaves {number(left)} µs of processor time for a job; ours "
+        f"takes {number(worker)} in the dispatcher and {number(server)} in PostgreSQL, {number(worker + server)} in "
+        f"all, so {number(most)} per second is the most that these cores could do."
     )
 
 
