@@ -25,7 +25,7 @@ from pydantic import BaseModel, ValidationError
 from chaos import alive, mutants
 from chaos.journal import Journal
 from chaos.points import Points
-from chaos.topics import BACKOFF_MAX, ENDLESS, SNOOZE, TOPICS
+from chaos.topics import BACKOFF, BACKOFF_MAX, ENDLESS, SNOOZE, TOPICS
 from pulse_outbox import Event, Outbox, RetryLater, RetryPolicy, TerminalHandlerError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def handles(topic: str, **options: Any) -> Callable[[Callable[..., Any]], Callab
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         options["retry"] = RetryPolicy(
-            max_attempts=TOPICS[topic].max_attempts, base_delay=0.1, max_delay=min(BACKOFF_MAX, LEASE / 3)
+            max_attempts=TOPICS[topic].max_attempts, base_delay=BACKOFF, max_delay=min(BACKOFF_MAX, LEASE / 3)
         )
 
         @functools.wraps(function)
@@ -104,6 +104,7 @@ def _starts(event: Event[Any]) -> None:
         lease_seq=event.lease_seq,
         attempt=event.attempt,
         max_attempts=event.max_attempts,
+        mark=event.payload.get("mark") if isinstance(event.payload, dict) else None,
         worker=WHO,
         pid=os.getpid(),
     )

@@ -26,6 +26,8 @@ class Wish(NamedTuple):
     events: frozenset[str] = frozenset()
     """Ids that were returned; more than one is wrong."""
     never: bool = False
+    options: dict[str, Any] | None = None
+    """What else was given: dead_key, max_attempts, generation, delay."""
 
 
 class Run(NamedTuple):
@@ -39,6 +41,10 @@ class Run(NamedTuple):
     ended: float | None
     outcome: str | None
     """ok, transient, terminal, later: what the specification says must come of it."""
+    attempt: int | None = None
+    max_attempts: int | None = None
+    mark: str | None = None
+    """The mark in the payload that the handler was given."""
 
 
 class Step(NamedTuple):
@@ -130,6 +136,8 @@ class Evidence:
     runs: list[Run] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     alerts: list[Alert] = field(default_factory=list)
+    strays: int = 0
+    """What came to Sentry and was no alert of a death."""
     acts: list[Act] = field(default_factory=list)
     pauses: list[Pause] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
@@ -164,7 +172,9 @@ def load(directory: Path) -> Evidence:
         alerts=[
             Alert(line["t"], _uuid(line["alert"]), line["event"], line["status"])
             for line in journal.read(directory / "sentry.jsonl")
+            if line["what"] == "alert"
         ],
+        strays=sum(line["what"] == "stray" for line in journal.read(directory / "sentry.jsonl")),
         acts=list(_acts(directory)),
         pauses=list(_pauses(directory)),
         faults=list(_faults(directory)),
@@ -200,7 +210,12 @@ def _wishes(directory: Path) -> Iterator[Wish]:
                 case "intent":
                     for wish in line["wishes"]:
                         wishes[wish["mark"]] = Wish(
-                            wish["mark"], wish["topic"], wish["bad"], wish["key"], line["t"]
+                            wish["mark"],
+                            wish["topic"],
+                            wish["bad"],
+                            wish["key"],
+                            line["t"],
+                            options=wish.get("options"),
                         )
                 case "acked":
                     for mark, event in zip(line["marks"], line["events"], strict=True):
@@ -220,7 +235,16 @@ def _runs(directory: Path) -> Iterator[Run]:
         for line in journal.read(path):
             if line["what"] == "start":
                 run = Run(
-                    line["event"], line["lease_seq"], line["worker"], line["pid"], line["t"], None, None
+                    line["event"],
+                    line["lease_seq"],
+                    line["worker"],
+                    line["pid"],
+                    line["t"],
+                    None,
+                    None,
+                    line["attempt"],
+                    line["max_attempts"],
+                    line.get("mark"),
                 )
                 if twice := open_runs.pop((run.event, run.lease_seq), None):
                     yield twice

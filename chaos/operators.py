@@ -21,6 +21,7 @@ import psycopg
 
 from chaos.journal import Journal
 from chaos.points import Points
+from chaos.topics import RETENTION
 from pulse_outbox.errors import OutboxError
 from pulse_outbox.link import shut_down
 from pulse_outbox.operations import Operations, RowLocked, connect
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 PATIENCE = 8.0
-RETENTION = timedelta(seconds=60)
 PAUSABLE = ("fast", "slow", "ordered", "effect")
 
 
@@ -135,7 +135,7 @@ class Operator:
     def _prune(self, operations: Operations) -> None:
         page: int | None = 0
         while page is not None:
-            _, page = operations.prune(retention=RETENTION, page=page)
+            _, page = operations.prune(retention=timedelta(seconds=RETENTION), page=page)
 
     def _some_dead(self, operations: Operations, limit: int) -> list[UUID]:
         rows = operations.conn.execute(

@@ -26,7 +26,7 @@ from psycopg.types.json import Jsonb
 from chaos import mutants
 from chaos.journal import Journal
 from chaos.points import Points
-from chaos.topics import CANARY, weights
+from chaos.topics import CANARY, TOPICS, weights
 from pulse_outbox import Outbox
 from pulse_outbox.errors import OutboxError
 from pulse_outbox.events import NewEvent, uuid7
@@ -189,6 +189,11 @@ class Producer:
                     "topic": wish.topic,
                     "bad": wish.bad,
                     "key": wish.options.get("ordering_key"),
+                    "options": {
+                        name: wish.options[name]
+                        for name in ("dead_key", "max_attempts", "generation", "delay")
+                        if name in wish.options
+                    },
                     "repeatable": wish.repeatable,
                 }
                 for wish in wishes
@@ -248,6 +253,7 @@ class Producer:
         [topic] = self._random.choices(list(self._weights), list(self._weights.values()))
         secret = f"{CANARY}-{uuid4().hex}"
         wish = Wish(mark=uuid4().hex, topic=topic, payload={"secret": secret})
+        wish.payload["mark"] = wish.mark
         self._payload_of(wish, secret)
         if topic == "ordered" or chance() < 0.05:
             hot = chance() < 0.15
@@ -261,7 +267,7 @@ class Producer:
             wish.options["delay"] = self._random.uniform(0, 2 * self._lease)
         if chance() < 0.15:
             wish.options["idempotency_key"] = f"key {wish.mark}"
-        elif chance() < 0.15:
+        elif chance() < 0.15 and not TOPICS[topic].deleted:  # or the same id could come again, and rightly so
             wish.options["event_id"] = uuid7()
         if chance() < 0.05 and topic not in ("kills", "kills in a thread"):
             wish.options["max_attempts"] = self._random.choice((1, 2, 8))

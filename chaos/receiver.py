@@ -50,7 +50,10 @@ class Handler(BaseHTTPRequestHandler):
         lines = text.split("\n")
         for header, payload in zip(lines[1::2], lines[2::2], strict=False):
             if header and json.loads(header)["type"] == "event":
-                letter = json.loads(payload)["contexts"]["dead_letter"]
+                letter = json.loads(payload)["contexts"].get("dead_letter")
+                if letter is None:
+                    receiver.journal.write("stray", body=text)
+                    continue
                 receiver.journal.write(
                     "alert",
                     alert=json.loads(payload)["event_id"],

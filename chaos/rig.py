@@ -23,7 +23,7 @@ from chaos.cluster import Cluster
 from chaos.injector import Injector
 from chaos.journal import Journal
 from chaos.processes import Process
-from chaos.topics import CANARY
+from chaos.topics import BATCH, CANARY, CONCURRENCY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -180,7 +180,7 @@ class Rig:
                 continue
             with suppress(psycopg.Error), self.cluster.connect() as conn:
                 if not resumed:  # by an operator who was killed before he could
-                    conn.execute("delete from pulse.pause")
+                    conn.execute("select pulse.outbox_resume(topic, 'the rig') from pulse.pause")
                     resumed = True
                 self._free_keys(conn, acts)
                 self._look(conn)
@@ -319,7 +319,7 @@ class Rig:
             "grace": lease,
         }
         command = ["-m", "pulse_outbox.cli", "run", "chaos.app:outbox", "--worker", who]
-        command += ["--concurrency", "20", "--batch", "50"]
+        command += ["--concurrency", str(CONCURRENCY), "--batch", str(BATCH)]
         for name, value in times.items():
             command += [f"--{name}", str(value)]
         for generation in self.generations[number]:

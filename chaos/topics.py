@@ -54,6 +54,13 @@ def weights(wanted: str = "") -> dict[str, int]:
     return {name: int(weight) for name, weight in named.items()}
 
 
+CONCURRENCY = 20
+BATCH = 50
+"""Of every dispatcher."""
+RETENTION = 60.0
+"""How long operators keep what has ended, in seconds."""
+BACKOFF = 0.1
+"""The ceiling of the first wait after a failure; each one after that is twice as high."""
 BACKOFF_MAX = 1.0
 """The longest wait after a failure, in seconds."""
 SNOOZE = 0.2

@@ -32,6 +32,8 @@ def check(evidence: Evidence) -> list[Violation]:
     found += claims.check_backoff(lives.values())
     found += claims.check_generations(evidence, lives.values())
     found += claims.check_company(lives.values())
+    found += claims.check_concurrency(evidence)
+    found += claims.check_handed(lives.values())
     found += leases.check_tokens(lives.values())
     found += leases.check_pauses(evidence, lives.values())
     found += leases.check_leases(evidence, lives.values())
@@ -45,6 +47,13 @@ def check(evidence: Evidence) -> list[Violation]:
     found += [
         Violation("traceback", "", f"an error that nobody caught is in {log}") for log in evidence.tracebacks
     ]
+    found += [
+        Violation("stuck", "", f"{fault.values['who']} did not end when it was told to")
+        for fault in evidence.faults
+        if fault.kind == "stuck"
+    ]
+    if evidence.strays:
+        found.append(Violation("alert", "", f"Sentry was told {evidence.strays} times of something else"))
     if not any(run.outcome == "ok" for run in evidence.runs):
         found.append(Violation("idle", "", "no handler has ended well: this run proves nothing"))
     if evidence.drained_in is None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from chaos.checker.lives import TOLERANCE, Life, Violation
-from chaos.topics import BACKOFF_MAX, SNOOZE
+from chaos.topics import BACKOFF, BACKOFF_MAX, CONCURRENCY, SNOOZE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -32,7 +34,12 @@ def check_held(evidence: Evidence, lives: Iterable[Life]) -> Iterator[Violation]
     for life in lives:
         for verb, _, step in life.changes:
             held = (step.lease_until or step.at) - step.at
-            if verb in ("claim", "heartbeat") and evidence.lease and held > evidence.lease + TOLERANCE:
+            if verb not in ("claim", "heartbeat") or not evidence.lease or step.lease_until is None:
+                continue
+            if (
+                held > evidence.lease + TOLERANCE
+                or step.lease_until - step.began < evidence.lease - TOLERANCE
+            ):
                 yield Violation("lease", life.event, f"{verb} holds it for {held:.1f} s")
 
 
@@ -41,13 +48,18 @@ def check_backoff(lives: Iterable[Life]) -> Iterator[Violation]:
     drawn = []
     for life in lives:
         for verb, before, step in life.changes:
-            if step.status != "RETRYING" or step.next_run_at is None:
+            if step.status not in ("PENDING", "RETRYING") or step.next_run_at is None:
                 continue
             waits = step.next_run_at - step.at
+            in_company = verb in ("lapse", "reap") and not before.alone
+            if (verb in ("release", "replay") or in_company) and waits > TOLERANCE:
+                yield Violation("backoff", life.event, f"waits {waits:.1f} s after a {verb}")
             if verb == "fail":
                 drawn.append(waits)
-                if waits > BACKOFF_MAX + TOLERANCE:
-                    yield Violation("backoff", life.event, f"waits {waits:.1f} s after a failure")
+                if waits > min(BACKOFF_MAX, BACKOFF * 2 ** (before.attempts - 1)) + TOLERANCE:
+                    yield Violation(
+                        "backoff", life.event, f"waits {waits:.1f} s after failure {before.attempts}"
+                    )
             elif verb == "snooze" and abs(waits - SNOOZE) > TOLERANCE:
                 yield Violation("backoff", life.event, f"waits {waits:.2f} s, and asked for {SNOOZE}")
             elif verb in ("lapse", "reap") and before.alone and waits < DEATH_ALONE_WAITS - TOLERANCE:
@@ -93,6 +105,34 @@ def check_company(lives: Iterable[Life]) -> Iterator[Violation]:
         for other in suspects:
             if other is not run and other.pid == run.pid and _overlap(run, other):
                 yield Violation("company", run.event, f"should run alone, and ran beside {other.event}")
+
+
+def check_concurrency(evidence: Evidence) -> Iterator[Violation]:
+    """concurrency: no process runs more at once than it was told to."""
+    of_process: defaultdict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
+    for run in evidence.runs:
+        if run.ended is not None:
+            of_process[run.worker, run.pid] += [(run.started, 1), (run.ended, -1)]
+    for (worker, _), changes in of_process.items():
+        if (most := max(accumulate(change for _, change in sorted(changes)))) > CONCURRENCY:
+            yield Violation("concurrency", "", f"{worker} ran {most} at once")
+
+
+def check_handed(lives: Iterable[Life]) -> Iterator[Violation]:
+    """handed: a handler is given its own event's payload, and is told which attempt this is."""
+    for life in lives:
+        claims = {step.lease_seq: step for verb, _, step in life.changes if verb == "claim"}
+        for lease_seq, run in life.runs.items():
+            if (claim := claims.get(lease_seq)) is None:
+                continue
+            if run.attempt is not None and (run.attempt, run.max_attempts) != (
+                claim.attempts,
+                claim.max_attempts,
+            ):
+                told = f"{run.attempt} of {run.max_attempts}"
+                yield Violation("handed", life.event, f"was told {told}, lease {lease_seq}")
+            if run.mark is not None and run.mark != life.born.mark:
+                yield Violation("handed", life.event, "was given the payload of another event")
 
 
 def _overlap(one: Run, other: Run) -> bool:

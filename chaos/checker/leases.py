@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from chaos.alive import time_lost
 from chaos.checker.lives import TOLERANCE, Life, Violation, claims_of
 from chaos.faults import KINDS
+from chaos.topics import BATCH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -30,9 +31,11 @@ def check_tokens(lives: Iterable[Life]) -> Iterator[Violation]:
     it has been reaped meanwhile may it take others.
     """
     calls: defaultdict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
+    taken: Counter[tuple[str | None, int]] = Counter()
     for life in lives:
         claimed = {step.lease_seq: step for verb, _, step in life.changes if verb == "claim"}
         for first, last in claims_of(life):
+            taken[first.token, first.transaction] += 1
             known = calls[first.token or ""].get(first.transaction, (first.id, 0))
             calls[first.token or ""][first.transaction] = (min(known[0], first.id), max(known[1], last))
         for lease_seq, run in life.runs.items():
@@ -40,6 +43,9 @@ def check_tokens(lives: Iterable[Life]) -> Iterator[Violation]:
                 yield Violation("claim", life.event, f"was run under lease {lease_seq}, which nobody had")
             elif run.started < claimed[lease_seq].at - TOLERANCE:
                 yield Violation("claim", life.event, f"was run before lease {lease_seq} began")
+    for (token, _), number in taken.items():
+        if number > BATCH:
+            yield Violation("claim", "", f"a call with token {token} took {number}")
     for token, transactions in calls.items():
         spans = sorted(transactions.values())
         for (_, end), (start, _) in pairwise(spans):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from chaos.checker.lives import TOLERANCE, Change, Life, Violation
-from chaos.topics import TOPICS
+from chaos.topics import RETENTION, TOPICS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +26,12 @@ def check_steps(life: Life) -> Iterator[Violation]:
         None,
     ):
         yield Violation("state machine", life.event, f"was born as {life.born}")
+    claimed_from = None
     for verb, before, step in life.changes:
+        if verb == "claim":
+            claimed_from = before.status
+        elif verb == "release" and step.status != claimed_from:
+            yield Violation("state machine", life.event, f"{claimed_from} came back as {step.status}")
         if step.old_status != before.status:
             yield Violation("state machine", life.event, f"a step is missing between {before} and {step}")
         if not verb:
@@ -34,7 +39,9 @@ def check_steps(life: Life) -> Iterator[Violation]:
         elif verb == "delete":
             if step.old_status not in ("COMPLETED", "DISCARDED") and not _is_deleted(life, step):
                 yield Violation("state machine", life.event, f"was deleted while {step.old_status}")
-        elif verb == "complete" and TOPICS[life.topic].deleted and life.born.idempotency_key is None:
+            elif step.old_status != "RUNNING" and (age := step.at - before.began) < RETENTION - TOLERANCE:
+                yield Violation("state machine", life.event, f"was pruned after {age:.1f} s")
+        elif verb == "complete" and TOPICS[life.topic].deleted and _has_own_key(life):
             yield Violation("state machine", life.event, "was kept, though rows of its topic are deleted")
         elif wrong := [
             f"{name}: {getattr(before, name)} became {getattr(step, name)}"
@@ -47,7 +54,12 @@ def check_steps(life: Life) -> Iterator[Violation]:
 
 
 def _is_deleted(life: Life, step: Step) -> bool:
-    return step.old_status == "RUNNING" and TOPICS[life.topic].deleted
+    return step.old_status == "RUNNING" and TOPICS[life.topic].deleted and _has_own_key(life)
+
+
+def _has_own_key(life: Life) -> bool:
+    """The producer gave none. One that it gave is kept with its row, so that it stays unique."""
+    return life.born.idempotency_key in (None, life.event)
 
 
 def _wanted(verb: str, before: Step, step: Step) -> dict[str, object]:

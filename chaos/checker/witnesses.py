@@ -12,7 +12,7 @@ from chaos.topics import TOPICS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from chaos.evidence import Evidence
+    from chaos.evidence import Evidence, Wish
 
 
 def check_wishes(evidence: Evidence, lives: dict[str, Life]) -> Iterator[Violation]:
@@ -24,6 +24,8 @@ def check_wishes(evidence: Evidence, lives: dict[str, Life]) -> Iterator[Violati
         its = sorted(born.get(wish.mark, []), key=lambda life: life.born.id)
         if wish.never and its:
             yield Violation("rolled back", its[0].event, "its transaction was rolled back, and it is there")
+        for life in its:
+            yield from _check_birth(wish, life)
         for event in wish.events:
             if event not in lives:
                 yield Violation("lost", event, f"was acknowledged ({wish.topic}), and is not there")
@@ -33,6 +35,28 @@ def check_wishes(evidence: Evidence, lives: dict[str, Life]) -> Iterator[Violati
             # A key is unique while its row exists: after it was pruned, the same key is a new event.
             if first.last.status is not None or first.last.id > second.born.id:
                 yield Violation("twice", second.event, f"is the same as {first.event}")
+
+
+def _check_birth(wish: Wish, life: Life) -> Iterator[Violation]:
+    """enqueue: the row says what the producer said."""
+    if wish.options is None:
+        return
+    born = life.born
+    wanted = {
+        "topic": wish.topic,
+        "ordering_key": wish.key,
+        "holds_key": wish.options.get("dead_key", "hold") == "hold",
+        "budget": wish.options.get("max_attempts"),
+        "generation": wish.options.get("generation", 0),
+    }
+    if wrong := [name for name, value in wanted.items() if getattr(born, name) != value]:
+        yield Violation("enqueue", life.event, f"was written with another {', '.join(wrong)}")
+    due = wish.intended + wish.options.get("delay", 0.0)
+    for verb, _, step in life.changes:
+        if verb == "claim" and step.at < due - TOLERANCE:
+            yield Violation(
+                "early", life.event, f"was claimed {due - step.at:.2f} s before its producer wanted"
+            )
 
 
 def check_rows(evidence: Evidence, lives: dict[str, Life]) -> Iterator[Violation]:
@@ -72,6 +96,7 @@ def check_alerts(evidence: Evidence, lives: dict[str, Life]) -> Iterator[Violati
     """alert: each death is alerted, unless somebody dealt with it first, under one id that is known beforehand."""
     accepted = {alert.alert for alert in evidence.alerts if 200 <= alert.status < 300}
     stamped: dict[str, float] = {}
+    stamped_on: defaultdict[str, set[str]] = defaultdict(set)
     for life in lives.values():
         owed = False
         alert_id: str | None = None
@@ -86,6 +111,7 @@ def check_alerts(evidence: Evidence, lives: dict[str, Life]) -> Iterator[Violati
                 alert_id = step.alert_id
                 if alert_id is not None:
                     stamped.setdefault(alert_id, step.at)
+                    stamped_on[alert_id].add(life.event)
                 if step.alerted and alert_id not in accepted:
                     yield Violation(
                         "alert", life.event, f"counts as alerted, and Sentry never had {alert_id}"
@@ -98,6 +124,8 @@ def check_alerts(evidence: Evidence, lives: dict[str, Life]) -> Iterator[Violati
     for alert in evidence.alerts:
         if alert.alert not in stamped:
             yield Violation("alert", alert.event, f"Sentry has the alert {alert.alert}, which no row has had")
+        elif alert.event not in stamped_on[alert.alert]:
+            yield Violation("alert", alert.event, f"is named by alert {alert.alert}, which others have")
         elif alert.at < stamped[alert.alert] - TOLERANCE:
             yield Violation("alert", alert.event, f"alert {alert.alert} was sent before it was on the row")
 
@@ -121,6 +149,8 @@ def check_acts(evidence: Evidence, lives: dict[str, Life]) -> Iterator[Violation
         events = done.get(act.request, [])
         if len(events) != len(set(events)):
             yield Violation("replay", events[0], f"one request changed it more than once ({act.verb})")
+        if others := set(events) - set(act.events):
+            yield Violation("replay", min(others), f"was changed by a {act.verb} of other events")
         if act.result == "done" and not events:
             yield Violation("replay", act.events[0], f"{act.verb} was acknowledged, and did not happen")
         if act.result == "refused" and events:

@@ -9,6 +9,7 @@ from chaos.checker import Violation, check
 from chaos.evidence import Act, Alert, Evidence, Run, Step, Wish
 
 LEASE = 3.0
+TICK = 0.1
 
 
 class Story:
@@ -108,7 +109,7 @@ class Story:
             "lease_seq": old.lease_seq + 1,
             "max_attempts": born.budget
             or {"ordered": 3, "once": 1, "raises": 3, "kills": 2}.get(born.topic or "", 5),
-            "lease_until": self.now + LEASE,
+            "lease_until": self.now + TICK + LEASE,
             "locked_by": who,
             "alone": old.lapses >= 2,
         }
@@ -186,7 +187,7 @@ class Story:
     # Inside
 
     def _tick(self) -> float:
-        self.now += 0.1
+        self.now += TICK
         return self.now
 
     def _transaction(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from chaos.evidence import Pause
+from chaos.topics import RETENTION
 from tests.chaos.story import LEASE, Story
 
 
@@ -60,9 +61,17 @@ def test_an_enqueue_that_was_repeated_is_one_event(story: Story):
 
 
 def test_a_key_may_come_again_after_its_row_was_pruned(story: Story):
-    story.enqueue("e").work("e").step("e", None).appear("again", mark="mark e").work("again")
+    story.enqueue("e").work("e")
+    story.now += RETENTION
+    story.step("e", None).appear("again", mark="mark e").work("again")
 
     assert story.violations() == []
+
+
+def test_pruned_too_soon(story: Story):
+    story.enqueue("e").work("e").step("e", None)
+
+    assert story.rules() == {"state machine"}
 
 
 def test_rolled_back_and_there(story: Story):

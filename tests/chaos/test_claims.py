@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from chaos.evidence import Fault
-from tests.chaos.story import Story
+from tests.chaos.story import TICK, Story
 
 
 def test_nothing_is_claimed_before_it_is_due():
@@ -41,7 +41,7 @@ def test_a_failure_waits_as_its_policy_says():
     for number in range(30):
         event = f"e{number}"
         story.enqueue(event, "raises").claim(event).run(event, "transient")
-        story.fail(event, next_run_at=story.now + 0.1 + 0.5 * (number == 7))
+        story.fail(event, next_run_at=story.now + TICK + 0.09)
         story.now += 1
         story.work(event)
     assert story.rules() == set()
@@ -97,3 +97,89 @@ def test_nothing_runs_beside_what_runs_alone():
 
 def test_rows_of_a_topic_that_deletes_are_deleted():
     assert Story().enqueue("e", "deleted").work("e").rules() == {"state machine"}
+
+
+def test_a_given_key_is_kept_with_its_row():
+    """Deleted, it would not be unique any more."""
+    kept = Story().enqueue("e", "deleted", idempotency_key="k").work("e")
+    deleted = Story().enqueue("e", "deleted", idempotency_key="k").claim("e").run("e").step("e", None)
+
+    assert kept.enqueue("first").work("first").rules() == set()
+    assert deleted.enqueue("first").work("first").rules() == {"state machine"}
+
+
+def test_a_release_changes_nothing():
+    story = Story().enqueue("e").claim("e").release("e").work("e")
+    assert story.rules() == set()
+
+    story.enqueue("f", "raises").claim("f").run("f", "transient").fail("f").claim("f").release("f").work("f")
+
+    assert story.rules() == {"state machine"}
+
+
+def test_what_goes_back_is_due_at_once():
+    story = Story().enqueue("e").claim("e")
+    story.release("e", next_run_at=story.now + 5)
+    story.now += 6
+
+    assert story.work("e").rules() == {"backoff"}
+
+
+def test_a_claim_takes_no_more_than_a_batch():
+    story = Story()
+    for number in range(51):
+        story.enqueue(f"e{number}").claim(f"e{number}", token="t", transaction=7)
+    for number in range(51):
+        story.run(f"e{number}").complete(f"e{number}")
+
+    assert story.rules() == {"claim"}
+
+
+def test_no_process_runs_more_than_it_was_told_to():
+    story = Story().enqueue("e").work("e")
+    [run] = story.evidence.runs
+
+    assert story.rules(runs=[run._replace(event=f"{number}") for number in range(21)]) >= {"concurrency"}
+    assert "concurrency" not in story.rules(runs=[run._replace(event=f"{number}") for number in range(20)])
+
+
+def test_a_handler_is_given_what_is_its_own():
+    story = Story().enqueue("e").work("e")
+    [run] = story.evidence.runs
+
+    assert story.rules(runs=[run._replace(attempt=1, max_attempts=5, mark="mark e")]) == set()
+    assert story.rules(runs=[run._replace(attempt=2, max_attempts=5)]) == {"handed"}
+    assert story.rules(runs=[run._replace(mark="mark f")]) == {"handed"}
+
+
+def test_a_row_says_what_its_producer_said():
+    story = Story().enqueue("e").work("e")
+    [wish] = story.evidence.wishes
+
+    assert story.rules(wishes=[wish._replace(options={})]) == set()
+    assert story.rules(wishes=[wish._replace(options={"max_attempts": 3})]) == {"enqueue"}
+    assert story.rules(wishes=[wish._replace(options={}, key="k")]) == {"enqueue"}
+    assert story.rules(wishes=[wish._replace(options={"delay": 9})]) == {"early"}
+
+
+def test_an_act_changes_what_was_meant():
+    story = Story().enqueue("e").die("e").alert("e").replay("e").work("e")
+    [act] = story.evidence.acts
+
+    assert story.rules() == set()
+    assert story.rules(acts=[act._replace(events=("f",))]) == {"replay"}
+
+
+def test_an_alert_names_the_dead():
+    story = Story().enqueue("first").work("first").enqueue("e").die("e").alert("e")
+    [alert] = story.evidence.alerts
+
+    assert story.rules() == set()
+    assert story.rules(alerts=[alert._replace(event="first")]) == {"alert"}
+    assert story.rules(strays=1) == {"alert"}
+
+
+def test_who_is_told_to_end_ends():
+    story = Story().enqueue("e").work("e")
+
+    assert story.rules(faults=[Fault(0.0, "stuck", {"who": "worker"})]) == {"stuck"}
