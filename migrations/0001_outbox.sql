@@ -784,14 +784,20 @@ declare
   v_taken  tid[] := '{}';
   v_found  tid[];
   v_rows   tid[];
-  v_once   tid[];
+  v_once   boolean[];                                  -- of what was found: its budget is one
+  v_onces  integer;
   v_keyed  boolean;
   v_wanted integer := p_limit;
   v_stride integer := p_limit;
 begin
+  if p_budget = 1 then
+    v_wanted := least(p_limit, p_slots);               -- what this lane has is mostly such
+    v_stride := v_wanted;
+  end if;
   for v_round in 1 .. 5 loop
-    select array_agg(c.row), array_agg(c.row) filter (where c.once), bool_or(c.keyed)
-      into v_found, v_once, v_keyed
+    exit when v_wanted < 1;
+    select array_agg(c.row), array_agg(c.once), count(*) filter (where c.once), bool_or(c.keyed)
+      into v_found, v_once, v_onces, v_keyed
       from (
         select o.ctid as row,
                o.ordering_key is not null as keyed,
@@ -811,7 +817,7 @@ begin
     exit when v_found is null;
 
     v_rows := v_found;
-    if v_keyed or cardinality(v_once) > p_slots then
+    if v_keyed or v_onces > p_slots then
       select o.next_run_at, o.seq + 1
         into p_next_run_at, p_seq
         from pulse.outbox o
@@ -820,13 +826,23 @@ begin
         v_rows := pulse.whose_turn(v_rows, p_now);
       end if;
       -- Budgets of one, as many as can start at once; and of all that, no more than is wanted.
-      v_once := array(select r from unnest(v_rows) as r where r = any (v_once));
-      v_rows := array(select r from unnest(v_rows) as r where r <> all (v_once[p_slots + 1:]) limit v_wanted);
-      p_slots := greatest(0, p_slots - cardinality(v_once));
+      select coalesce(array_agg(t.row order by t.place), '{}'), p_slots - count(*) filter (where t.once)
+        into v_rows, p_slots
+        from (
+          select n.row, n.once, n.place
+            from (
+              select f.row, f.once, f.place, count(*) filter (where f.once) over (order by f.place) as number
+                from unnest(v_found, v_once) with ordinality as f (row, once, place)
+               where f.row in (select unnest(v_rows))) as n
+           where not n.once or n.number <= p_slots
+           order by n.place
+           limit v_wanted) as t;
     end if;
     v_taken := v_taken || v_rows[:v_wanted];
-    v_wanted := p_limit - cardinality(v_taken);
-    exit when v_wanted = 0 or cardinality(v_found) < v_stride;
+    v_wanted := v_wanted - least(v_wanted, cardinality(v_rows));
+    exit when cardinality(v_found) < v_stride
+           -- More of the same would only be locked for nothing.
+           or (v_round > 1 and p_slots < 1 and v_onces = cardinality(v_found));
     v_stride := least(2000, greatest(100, v_wanted * 4 ^ v_round));
   end loop;
   return v_taken;
