@@ -215,14 +215,11 @@ def test_budget_of_one_does_not_stand_in_the_way(outbox):
 
 
 @pytest.mark.parametrize(("given", "policy", "most"), [({}, 1, 3), ({"p_max_attempts": 1}, 5, 600)])
-def test_budgets_of_one_that_cannot_start_are_left_alone(
-    outbox, conn, connect, given, policy: int, most: int
-):
+def test_budgets_of_one_that_cannot_start_are_left_alone(outbox, connect, given, policy: int, most: int):
     """A backlog of them must not be locked, thousands of rows, by every claim of a busy dispatcher."""
     outbox.enqueue_many(2_000, **given)
-    conn.commit()
     for slots in (3, 0):
-        with conn.transaction():
+        with outbox.conn.transaction():
             claim = outbox.claim(limit=100, p_slots=slots, p_budgets=[policy])
             free = "select event_id from pulse.outbox where status = 'PENDING' for update skip locked"
             left = len(connect(autocommit=True).execute(free).fetchall())
