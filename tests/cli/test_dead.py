@@ -561,6 +561,24 @@ def test_discard_by_id_takes_what_waits(command, calls):
     assert command("dead", "discard", waiting, "--reason", "why").code == 1
 
 
+def test_discard_counts_what_it_discarded_although_one_is_gone(command, calls):
+    """It can't be taken back, so nobody may be left in doubt about it."""
+    bury(calls, "mail", "Boom", 3)
+    first, second, third = dead_ids(calls)
+    calls.conn.execute(
+        f"""
+        create function public.meanwhile() returns trigger language plpgsql as
+          $$ begin delete from pulse.outbox where event_id = '{second}'; return null; end $$;
+        create trigger meanwhile after update on pulse.outbox for each row
+          when (new.status = 'DISCARDED') execute function public.meanwhile()
+        """
+    )
+
+    result = command("dead", "discard", first, second, third, "--reason", "why", "--yes", "--json")
+
+    assert (result.code, result.json["discarded"], result.json["left"]) == (1, 2, 1)
+
+
 def test_discard_dry_run_changes_nothing(command, calls):
     bury(calls, "mail", "Boom", 3)
 

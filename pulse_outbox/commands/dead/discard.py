@@ -22,7 +22,7 @@ from pulse_outbox.commands.terminal import (
     print_table,
     printable,
 )
-from pulse_outbox.errors import EventNotFound, OutboxError
+from pulse_outbox.errors import EventNotFound, OutboxError, TransitionRefused
 from pulse_outbox.operations import Kind, Operations
 
 if TYPE_CHECKING:
@@ -131,7 +131,12 @@ def _discard_all(
                 progress.show(discarded, len(ids))
         else:
             for event_id in ids:
-                operations.discard(event_id, reason=reason, by=by, request=request)
+                try:
+                    operations.discard(event_id, reason=reason, by=by, request=request)
+                except (TransitionRefused, EventNotFound):
+                    if len(ids) == 1:
+                        raise
+                    continue  # of several, those that were discarded must be named
                 discarded += 1
                 progress.show(discarded, len(ids))
     finally:
