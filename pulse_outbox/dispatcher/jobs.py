@@ -23,7 +23,16 @@ Stage = Literal["waiting", "running", "finished", "withdrawn"]
 class Job:
     """One claim that this process holds, from the claim until its result is stored."""
 
-    __slots__ = ("_undecided", "claim", "claimed_at", "handler", "leased_until", "received_at", "stage")
+    __slots__ = (
+        "_undecided",
+        "begun_at",
+        "claim",
+        "claimed_at",
+        "handler",
+        "leased_until",
+        "received_at",
+        "stage",
+    )
 
     def __init__(
         self,
@@ -40,6 +49,8 @@ class Job:
         self.received_at = received_at or time.monotonic()
         self.leased_until = claimed_at + lease
         """On the same clock; the heart moves it on."""
+        self.begun_at: float | None = None
+        """When a transactional handler was called; before that, its transaction has to begin."""
         self.stage: Stage = "waiting"
         self._undecided = [None]
 

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import sys
+import time
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import replace
@@ -132,6 +133,7 @@ class Runner:
         def build(connection: Any) -> Event[Any]:
             event = self.event_of(job, connection)
             current_event.set(event)
+            job.begun_at = time.monotonic()
             return event
 
         if job.handler.is_async:

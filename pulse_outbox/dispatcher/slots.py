@@ -182,7 +182,7 @@ class Slots:
         """One job in one slot; None when it was settled before it ended."""
         slot.job = job
         self._running += 1
-        if job.handler.timeout is not None:
+        if job.handler.timeout is not None and not job.handler.transactional:
             slot.deadline = now + job.handler.timeout
         try:
             try:
@@ -237,6 +237,8 @@ class Slots:
             now = time.monotonic()
             stuck = 0
             for slot in self._slots:
+                if (job := slot.job) and job.handler.timeout and job.begun_at and not slot.deadline:
+                    slot.deadline = job.begun_at + job.handler.timeout
                 if slot.deadline is not None and slot.expired_at is None and now >= slot.deadline:
                     self._expire(slot, now)
                 elif (
