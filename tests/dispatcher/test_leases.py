@@ -319,6 +319,7 @@ async def test_a_lease_that_ran_out_unnoticed_is_not_run(dsn, outbox: Outbox, ta
             return bool(await table.execute("select 1 from pulse.dispatcher where sleeping"))
 
         await wait_until_async(sleeps)
+        await dispatcher._intake.look_again()  # it has claimed for the first time, and found nothing
         proxy.lose_answer_to = b"outbox_claim"
         event_id = await table.enqueue(outbox, "job")
 
