@@ -203,7 +203,7 @@ async def test_a_claim_under_way_when_it_is_told_to_stop(dsn, outbox: Outbox, ta
         """
     )
     event_id = await table.enqueue(outbox, "job")
-    async with dispatching(outbox, dsn, concurrency=4) as dispatcher:
+    async with dispatching(outbox, dsn, concurrency=4, lease=6, heartbeat=2) as dispatcher:
 
         async def claims() -> bool:
             return hasattr(dispatcher, "_intake") and dispatcher._intake._claiming
