@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from pulse_outbox.dispatcher.state import Condition
     from pulse_outbox.store import Answer, Store
 
+BATCHES_AT_ONCE = 2
+"""How many batches one write may store: two claims may bring as much at once."""
 LOCKED_PAUSE = 0.05
 """How long a result waits whose row somebody else has locked, in seconds; it doubles up to the next."""
 LOCKED_PAUSE_MAX = 2.0
@@ -51,7 +53,7 @@ class Settler:
     ) -> None:
         self._store = store
         self._in_flight = in_flight
-        self._batch = batch
+        self._at_once = BATCHES_AT_ONCE * batch
         self._condition = condition
         self._settled = settled
         self._waiting: list[Outcome] = []
@@ -77,7 +79,7 @@ class Settler:
         while True:
             await self._wanted.wait()
             self._busy = True
-            batch, self._waiting = self._waiting[: self._batch], self._waiting[self._batch :]
+            batch, self._waiting = self._waiting[: self._at_once], self._waiting[self._at_once :]
             if not self._waiting:
                 self._wanted.clear()
             calls = _calls(batch)
