@@ -55,8 +55,8 @@ def weights(wanted: str = "") -> dict[str, int]:
 
 
 CONCURRENCY = 20
-BATCH = 50
-"""Of every dispatcher."""
+BATCH = 10
+"""Of every dispatcher: so little that a backlog is claimed on two connections at once."""
 RETENTION = 60.0
 """How long operators keep what has ended, in seconds."""
 BACKOFF = 0.1
