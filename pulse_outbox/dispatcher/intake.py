@@ -321,13 +321,16 @@ class Intake:
     def _completion_rate(self) -> float:
         """Jobs ended per second, over the last moments."""
         now = time.monotonic()
-        ended = self._tally.completed + self._tally.retried + self._tally.dead
+        ended = self._ended()
         if now - self._ends[-1][0] >= RATE_SAMPLE:
             self._ends.append((now, ended))
         while len(self._ends) > 1 and now - self._ends[0][0] > RATE_WINDOW:
             self._ends.popleft()
         since, before = self._ends[0]
         return (ended - before) / max(now - since, RATE_SAMPLE)
+
+    def _ended(self) -> int:
+        return self._tally.completed + self._tally.retried + self._tally.dead
 
     # What
 
@@ -363,6 +366,8 @@ class Intake:
         self._tally.claimed += len(claims)
         lease = self._settings.seconds("lease")
         now = time.monotonic()
+        if not len(self._in_flight):
+            self._ends = deque([(now, self._ended())])  # idle time says nothing about how quick jobs are
         jobs = [Job(claim, self._handlers[claim.topic], call.at, lease, now) for claim in claims]
         self._in_flight.add(jobs)
         if self._holds or not ours:
