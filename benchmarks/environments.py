@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = Path(__file__).resolve().parent / "peers"
@@ -47,6 +48,8 @@ class Peer:
     """The oldest Node that it runs on; 0: it is Python."""
     needs: Mapping[str, str] = field(default_factory=dict)
     """Files that must lie in .bench, and what to do when they don't."""
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Other configurations that a drain shows too, and their options."""
 
     @property
     def folder(self) -> Path:

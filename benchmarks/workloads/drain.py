@@ -137,6 +137,11 @@ select made.id, 'bench', jsonb_build_object('n', made.n), made.id::text, 'COMPLE
 def _with_pure_sql(peers: Sequence[Peer]) -> list[Entry]:
     return [
         *everyone(peers),
+        *(
+            Entry(label=f"{peer.name}, {name}", key=peer.key, options=options)
+            for peer in peers
+            for name, options in peer.variants.items()
+        ),
         ours("pure SQL, ours", sql="ours"),
         ours("pure SQL, bare", sql="bare"),
     ]

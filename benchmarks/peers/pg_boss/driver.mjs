@@ -1,5 +1,5 @@
 // pg-boss: batches, several local workers, LISTEN/NOTIFY, and no rest while batches come back full.
-// A batch completes with one statement and fails as a whole: its fastest way, and less than a result for each job.
+// A batch completes with one statement and fails as a whole: its fastest way. The variant gives a result for each job.
 
 import pg from "pg";
 import { PgBoss } from "pg-boss";
@@ -21,8 +21,10 @@ const batchOf = (task) =>
 
 await main({
   settings(task) {
-    if (task.action === "work")
-      return `batchSize=${batchOf(task)}, localConcurrency=${WORKERS}, burstWhenBatchFull, useListenNotify, rows kept`;
+    if (task.action === "work") {
+      const results = task.options.each ? "perJobResults" : "one result for a batch";
+      return `batchSize=${batchOf(task)}, localConcurrency=${WORKERS}, burstWhenBatchFull, useListenNotify, ${results}, rows kept`;
+    }
     return "send; many: insert";
   },
 
@@ -49,9 +51,16 @@ await main({
     await boss.start();
     await boss.work(
       QUEUE,
-      { batchSize: batchOf(task), localConcurrency: WORKERS, burstWhenBatchFull: true, pollingIntervalSeconds: 0.5 },
+      {
+        batchSize: batchOf(task),
+        localConcurrency: WORKERS,
+        burstWhenBatchFull: true,
+        pollingIntervalSeconds: 0.5,
+        perJobResults: Boolean(task.options.each),
+      },
       async (jobs) => {
         await Promise.all(jobs.map((job) => run.handle(job.data)));
+        return task.options.each ? jobs.map(({ id }) => ({ id, status: "completed" })) : undefined;
       },
     );
     await run.untilOver(async () => {
