@@ -56,7 +56,7 @@ def weights(wanted: str = "") -> dict[str, int]:
 
 CONCURRENCY = 20
 BATCH = 10
-"""Of every dispatcher: so little that a backlog is claimed on two connections at once."""
+"""Of every dispatcher: so little that a backlog takes many claims, and writes hold more than one of them."""
 RETENTION = 60.0
 """How long operators keep what has ended, in seconds."""
 BACKOFF = 0.1

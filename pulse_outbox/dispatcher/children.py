@@ -363,21 +363,20 @@ class ChildSuspects:
             if call is None or not child.usable:
                 return False
             crew.unanswered = call
-            self._in_flight.asked.ask(call.token)
             # Others are claimed beside these, and share the limits of handlers.
-            with self._in_flight.reserving((key.topic, quota) for key, quota in call.quotas.items()):
-                claims = await self._store.claim(
-                    limit=call.limit,
-                    topics=self._topics,
-                    worker=self._settings.worker,
-                    lease=self._settings.lease_time,
-                    budgets=self._budgets,
-                    slots=call.slots,
-                    lanes=call.lanes,
-                    alone=crew.alone,
-                    token=call.token,
-                    fresh=fresh,
-                )
+            self._in_flight.ask(call.token, ((key.topic, quota) for key, quota in call.quotas.items()))
+            claims = await self._store.claim(
+                limit=call.limit,
+                topics=self._topics,
+                worker=self._settings.worker,
+                lease=self._settings.lease_time,
+                budgets=self._budgets,
+                slots=call.slots,
+                lanes=call.lanes,
+                alone=crew.alone,
+                token=call.token,
+                fresh=fresh,
+            )
             crew.unanswered = None
             self._condition.is_well("suspects")
             crew.due.note(call.quotas, call.limit, claims)
@@ -399,7 +398,7 @@ class ChildSuspects:
         )
 
     def _take_in(self, claims: Sequence[Claim], call: ClaimCall, child: ChildProcess) -> None:
-        ours = self._in_flight.asked.answered(call.token)
+        ours = self._in_flight.answered(call.token)
         self._tally.claimed += len(claims)
         lease = self._settings.seconds("lease")
         now = time.monotonic()

@@ -236,7 +236,7 @@ class Dispatcher:
         )
         claim_store = await self._open_store("claim", stack)
         self._intake = Intake(
-            (claim_store, await self._open_store("claim beside", stack)),
+            claim_store,
             settings=settings,
             handlers=self._handlers,
             in_flight=self._in_flight,
@@ -292,7 +292,6 @@ class Dispatcher:
         names = {topic: handler.name for topic, handler in self._handlers.items()}
         loops: dict[str, Callable[[], Awaitable[None]]] = {
             "claim": self._intake.run,
-            "claim beside": self._intake.run_beside,
             "settle": self._settler.run,
             "shed": self._intake.shed,
             "suspects": self._suspects.run,
@@ -513,7 +512,7 @@ class Dispatcher:
             await asyncio.sleep(0.02)
 
     def _is_done(self) -> bool:
-        return not len(self._in_flight) and self._settler.idle and not self._intake.is_owed
+        return not len(self._in_flight) and self._settler.idle
 
     async def _summarise(self) -> None:
         before = self._tally.copy()

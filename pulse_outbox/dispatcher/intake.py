@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 AHEAD = 0.1
 """How much work may wait in memory, in seconds of what is being completed at present."""
 AHEAD_BATCHES = 4
-LATE_ANSWER = 1.0
-"""After so long what a claim may bring is not counted on any more, in seconds."""
 RATE_WINDOW = 0.5
 RATE_SAMPLE = 0.02
 LONGEST_WAIT = 0.3
@@ -65,26 +63,12 @@ class _ClaimCall:
     at: float
 
 
-@dataclass(slots=True)
-class _Line:
-    """A connection for claims, one at a time."""
-
-    store: Store
-    call: _ClaimCall | None = None
-    """What it was asked last, until the answer is read."""
-    is_asking: bool = False
-
-
 class Intake:
-    """Claims for one process.
-
-    On the first of its *stores* at any time, on the second while there is a backlog: so the database takes the next
-    events while the answer before is still being read.
-    """
+    """Claims for one process."""
 
     def __init__(
         self,
-        stores: tuple[Store, Store],
+        store: Store,
         *,
         settings: DispatcherSettings,
         handlers: Mapping[str, Handler],
@@ -95,7 +79,7 @@ class Intake:
         say_sleeping: Callable[[bool], Awaitable[None]],
         suspects_due: Callable[[Sequence[LaneKey]], None],
     ) -> None:
-        self._first, self._second = self._lines = _Line(stores[0]), _Line(stores[1])
+        self._store = store
         self._settings = settings
         self._handlers = handlers
         self._topics = sorted(handlers)
@@ -114,11 +98,8 @@ class Intake:
         self._relist = True
         self._guessed = False
         """There was a claim without a listing since the last listing."""
-        self._backlog = asyncio.Event()
-        """Set while claims bring all that was asked for."""
         self._stirred = asyncio.Event()
-        self._need_room = 0
-        """How many wait for room."""
+        self._needs_room = False
         self._nap = FIRST_NAP
         self._deaf = False
         self._window_at = 0.0
@@ -133,6 +114,10 @@ class Intake:
         """Why nothing is claimed now: the process ends, or a suspect runs alone in it."""
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = 0.0
+        self._claiming = False
+        self._unanswered: _ClaimCall | None = None
+        self._fruitless = False
+        """The last claim found nothing of what was listed: somebody else has it locked."""
 
     def wake(self) -> None:
         """There may be new work."""
@@ -164,18 +149,8 @@ class Intake:
 
     def room_made(self) -> None:
         """A job has ended, or a result was stored."""
-        if self._need_room:
+        if self._needs_room:
             self._stirred.set()
-
-    @property
-    def is_asking(self) -> bool:
-        """A claim is under way."""
-        return any(line.is_asking for line in self._lines)
-
-    @property
-    def is_owed(self) -> bool:
-        """A claim has not been answered: it may have taken something."""
-        return any(line.call for line in self._lines)
 
     async def hold(self, why: str, *, patience: float = HOLD_PATIENCE) -> bool:
         """Claims nothing more until `let_go`, and says whether no claim is under way or unanswered any more.
@@ -184,9 +159,9 @@ class Intake:
         """
         self._holds.add(why)
         give_up_at = time.monotonic() + patience
-        while self.is_asking and time.monotonic() < give_up_at:
+        while self._claiming and time.monotonic() < give_up_at:
             await asyncio.sleep(0.005)
-        return not self.is_owed
+        return self._unanswered is None
 
     def let_go(self, why: str) -> None:
         """Ends one hold; others may go on."""
@@ -195,18 +170,12 @@ class Intake:
 
     async def run(self) -> None:
         """Claims for ever."""
-        await self._claim_on(self._first, self._next_claim)
-
-    async def run_beside(self) -> None:
-        """Claims for ever too, while there is a backlog."""
-        await self._claim_on(self._second, self._next_of_backlog)
-
-    async def _claim_on(self, line: _Line, next_claim: Callable[[], Awaitable[_ClaimCall | None]]) -> None:
         while True:
-            fresh = line.call is None
-            line.call = call = line.call or await next_claim()
-            if call is not None:
-                await self._claim(line, call, fresh=fresh)
+            fresh = self._unanswered is None
+            if self._unanswered is None:
+                self._unanswered = await self._next_claim()
+            if self._unanswered is not None:
+                await self._claim(self._unanswered, fresh=fresh)
 
     async def shed(self) -> None:
         """Gives back what was claimed for quick jobs and waits behind slow ones: others may have room for it."""
@@ -238,50 +207,38 @@ class Intake:
             return None
         return self._call_of(plan)
 
-    async def _next_of_backlog(self) -> _ClaimCall | None:
-        """A whole batch more of what is known to be there; None after a wait."""
-        await self._backlog.wait()
-        if self._wanted() < self._settings.batch:
-            await self._wait_for_room()
-            return None
-        plan = self._lanes.plan(self._settings.batch, self._room_beside, time.monotonic())
-        if plan is None:
-            self._backlog.clear()
-            return None
-        return self._call_of(plan)
-
     def _call_of(self, plan: ClaimPlan) -> _ClaimCall:
-        promised = sum(min(line.call.slots, line.call.plan.limit) for line in self._lines if line.call)
-        slots = max(0, self._slots.free - promised)
-        return _ClaimCall(plan=plan, token=uuid4(), slots=slots, at=time.monotonic())
+        return _ClaimCall(plan=plan, token=uuid4(), slots=self._slots.free, at=time.monotonic())
 
-    async def _claim(self, line: _Line, call: _ClaimCall, *, fresh: bool) -> None:
+    async def _claim(self, call: _ClaimCall, *, fresh: bool) -> None:
         """One claim. After an error it stays unanswered and is asked again: what it took must not be forgotten."""
-        line.is_asking = True
-        self._in_flight.asked.ask(call.token)
+        self._claiming = True
+        # Suspects are claimed beside this, and share the limits of handlers.
+        self._in_flight.ask(call.token, call.plan.quotas.items())
         try:
-            # Suspects are claimed beside this, and share the limits of handlers.
-            with self._in_flight.reserving(call.plan.quotas.items()):
-                claims = await line.store.claim(
-                    limit=call.plan.limit,
-                    topics=self._topics,
-                    worker=self._settings.worker,
-                    lease=self._settings.lease_time,
-                    budgets=self._budgets,
-                    slots=call.slots,
-                    generations=self._settings.generations,
-                    lanes=call.plan.lanes,
-                    lapses=0,
-                    token=call.token,
-                    fresh=fresh,
-                )
-            line.call = None
-            self._note(line, call.plan, claims)
+            claims = await self._store.claim(
+                limit=call.plan.limit,
+                topics=self._topics,
+                worker=self._settings.worker,
+                lease=self._settings.lease_time,
+                budgets=self._budgets,
+                slots=call.slots,
+                generations=self._settings.generations,
+                lanes=call.plan.lanes,
+                lapses=0,
+                token=call.token,
+                fresh=fresh,
+            )
+            self._unanswered = None
+            self._fruitless = bool(call.plan.keys) and not claims
+            self._lanes.note(call.plan, claims)
             self._take_in(claims, call)
         finally:
-            line.is_asking = False
+            self._claiming = False
         if claims:
-            await asyncio.sleep(0)  # handlers first, then the next question
+            if len(claims) < call.plan.limit:
+                await asyncio.sleep(0)  # handlers first, then the next question
+            # else the database had better take the next ones while handlers run: there are more
             await self._stop_listening_when_busy(len(claims))
 
     # How much
@@ -290,18 +247,15 @@ class Intake:
         """How many to claim now: what can start at once, and about 100 ms of work beyond."""
         if self._holds:
             return 0
-        # A connection that hangs must not keep the other one from claiming.
-        counts_from = time.monotonic() - LATE_ANSWER
-        coming = sum(line.call.plan.limit for line in self._lines if line.call and line.call.at > counts_from)
         if len(self._settler) >= 4 * self._settings.batch:
             return 0  # the database does not take results: do not add to them
-        free = self._slots.free - coming
+        free = self._slots.free
         ahead = int(min(self._completion_rate() * AHEAD, AHEAD_BATCHES * self._settings.batch))
         room = free + max(0, ahead - self._slots.waiting)
         # Whole batches once there is work ahead: claims are cheaper by the dozen.
-        if free <= 0 and room < min(self._settings.batch, ahead // 2):
+        if not free and room < min(self._settings.batch, ahead // 2):
             return 0
-        return max(0, min(self._settings.batch, room))
+        return min(self._settings.batch, room)
 
     def _room_of(self, topic: str) -> int:
         """How many more of a topic could run: its handler's limit, and the connections that transactions share."""
@@ -314,23 +268,16 @@ class Intake:
             room = min(room, -(-(TRANSACTIONS - used) // len(self._transactional)))
         return room
 
-    def _room_beside(self, topic: str) -> int:
-        """The same for a claim beside another. Of those that must not wait in memory the first one takes all it may."""
-        return self._room_of(topic) if self._handlers[topic].retry.max_attempts > 1 else 0
-
     def _completion_rate(self) -> float:
         """Jobs ended per second, over the last moments."""
         now = time.monotonic()
-        ended = self._ended()
+        ended = self._tally.completed + self._tally.retried + self._tally.dead
         if now - self._ends[-1][0] >= RATE_SAMPLE:
             self._ends.append((now, ended))
         while len(self._ends) > 1 and now - self._ends[0][0] > RATE_WINDOW:
             self._ends.popleft()
         since, before = self._ends[0]
         return (ended - before) / max(now - since, RATE_SAMPLE)
-
-    def _ended(self) -> int:
-        return self._tally.completed + self._tally.retried + self._tally.dead
 
     # What
 
@@ -339,7 +286,7 @@ class Intake:
         self._guessed = False
         self._listings += 1
         started = time.monotonic()
-        listed = await self._first.store.lanes(self._topics, self._settings.generations)
+        listed = await self._store.lanes(self._topics, self._settings.generations)
         now = time.monotonic()
         self._lanes.refresh(listed, now)
         self._listed_at = now
@@ -349,16 +296,8 @@ class Intake:
         if suspects := self._lanes.suspects(now):
             self._suspects_due(suspects)
 
-    def _note(self, line: _Line, plan: ClaimPlan, claims: Sequence[Claim]) -> None:
-        # Beside another one a claim may find less than there is; the other one will know.
-        self._lanes.note(plan, claims, short=line is self._first)
-        if len(claims) < plan.limit:
-            self._backlog.clear()
-        elif plan.limit >= self._settings.batch:
-            self._backlog.set()
-
     def _take_in(self, claims: Sequence[Claim], call: _ClaimCall) -> None:
-        ours = self._in_flight.asked.answered(call.token)
+        ours = self._in_flight.answered(call.token)
         if not claims:
             return
         self.nothing_due.clear()
@@ -366,8 +305,6 @@ class Intake:
         self._tally.claimed += len(claims)
         lease = self._settings.seconds("lease")
         now = time.monotonic()
-        if not len(self._in_flight):
-            self._ends = deque([(now, self._ended())])  # idle time says nothing about how quick jobs are
         jobs = [Job(claim, self._handlers[claim.topic], call.at, lease, now) for claim in claims]
         self._in_flight.add(jobs)
         if self._holds or not ours:
@@ -384,23 +321,22 @@ class Intake:
     # When
 
     async def _wait_for_room(self) -> None:
-        self._need_room += 1
-        try:
-            self._stirred.clear()
-            await self._sleep(self._settings.seconds("poll"))
-        finally:
-            self._need_room -= 1
+        self._needs_room = True
+        self._stirred.clear()
+        await self._sleep(self._settings.seconds("poll"))
+        self._needs_room = False
 
     async def _rest(self) -> None:
         """No lane is worth asking: looks at them once more, and sleeps until one is due."""
         if time.monotonic() - self._listed_at > self._nap / 2:
             await self._list()
         now = time.monotonic()
-        if self._lanes.plan(1, self._room_of, now) is not None:
+        if self._lanes.plan(1, self._room_of, now) is not None and not self._fruitless:
             return
         due = self._lanes.next_due()
-        waits_for_room = due is not None and due <= now  # there is work, for handlers that are at their limit
-        if not waits_for_room:
+        # There is work, for handlers that are at their limit; or others have it.
+        self._needs_room = due is not None and due <= now
+        if not self._needs_room:
             self._empty_listing = self._listings
             self.nothing_due.set()
         if self._nap > HEARING_NAP:
@@ -410,11 +346,8 @@ class Intake:
         self._nap = min(self._nap * 2, self._settings.seconds("poll"))
         self._stirred.clear()
         if not self._relist:  # a wake-up may have come while this was busy falling asleep
-            self._need_room += waits_for_room
-            try:
-                await self._sleep(nap)
-            finally:
-                self._need_room -= waits_for_room
+            await self._sleep(nap)
+        self._needs_room = False
         self._listed_at = 0.0
 
     async def _sleep(self, seconds: float) -> None:

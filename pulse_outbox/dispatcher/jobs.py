@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -172,7 +171,7 @@ class Asked:
         self._since.setdefault(token, time.monotonic())
 
     def answered(self, token: UUID) -> bool:
-        """The answer is read. False: the claim was withdrawn, and what it took must not be run."""
+        """False: it was withdrawn."""
         with self._deciding:
             self._since.pop(token)
             if token in self._withdrawn:
@@ -202,6 +201,7 @@ class InFlight:
     def __init__(self) -> None:
         self._jobs: dict[Job, None] = {}
         self._by_topic: dict[str, int] = {}
+        self._kept_for: dict[UUID, list[tuple[str, int]]] = {}
         self.asked = Asked()
 
     def __len__(self) -> int:
@@ -218,17 +218,19 @@ class InFlight:
         """Keeps places of a topic for somebody, or gives them back (below 0)."""
         self._by_topic[topic] = self._by_topic.get(topic, 0) + places
 
-    @contextmanager
-    def reserving(self, places: Iterable[tuple[str, int]]) -> Iterator[None]:
-        """Keeps places while a claim is under way that will need them."""
-        kept = list(places)
-        for topic, number in kept:
-            self.reserve(topic, number)
-        try:
-            yield
-        finally:
-            for topic, number in kept:
-                self.reserve(topic, -number)
+    def ask(self, token: UUID, places: Iterable[tuple[str, int]] = ()) -> None:
+        """Before a claim is sent, and sent again. The places that it may need are kept until its answer is read."""
+        if token not in self._kept_for:
+            self._kept_for[token] = list(places)
+            for topic, number in self._kept_for[token]:
+                self.reserve(topic, number)
+        self.asked.ask(token)
+
+    def answered(self, token: UUID) -> bool:
+        """The answer is read. False: the claim was withdrawn, and what it took must not be run."""
+        for topic, number in self._kept_for.pop(token):
+            self.reserve(topic, -number)
+        return self.asked.answered(token)
 
     def add(self, jobs: Iterable[Job]) -> None:
         """From their claim on."""

@@ -54,8 +54,6 @@ class ClaimPlan:
     """None: whatever there is."""
     keys: list[LaneKey]
     quotas: dict[str, int]
-    listing: int
-    """After which listing it was made."""
 
 
 class Lanes:
@@ -65,11 +63,9 @@ class Lanes:
         self._places: dict[LaneKey, _Place] = {}
         self._recent: list[LaneKey] = []
         self._turn = 0
-        self._listing = 0
 
     def refresh(self, listed: Iterable[Lane], now: float) -> None:
         """Starts again from a fresh listing."""
-        self._listing += 1
         self._places = {
             LaneKey(lane.topic, lane.generation, lane.lapses, lane.priority): _Place(
                 lane.next_run_at, lane.seq, now + lane.due_in
@@ -108,28 +104,25 @@ class Lanes:
             for key in sorted(by_topic[topic], key=lambda key: (-key.priority, self._places[key].next_run_at))
         ]
         lanes = [self._asked(key, quotas[key.topic]) for key in keys]
-        return ClaimPlan(limit=limit, lanes=lanes, keys=keys, quotas=quotas, listing=self._listing)
+        return ClaimPlan(limit=limit, lanes=lanes, keys=keys, quotas=quotas)
 
     def guess(self, limit: int) -> ClaimPlan:
         """A claim without a listing: from the lanes of the last events or, where they were many, from all there are."""
         lanes = None
         if 0 < len(self._recent) <= GUESSED_LANES:
             lanes = [{**key._asdict(), "quota": limit} for key in self._recent]
-        return ClaimPlan(limit=limit, lanes=lanes, keys=[], quotas={}, listing=self._listing)
+        return ClaimPlan(limit=limit, lanes=lanes, keys=[], quotas={})
 
-    def note(self, plan: ClaimPlan, claims: Sequence[Claim], *, short: bool = True) -> None:
-        """Moves the lanes on after a claim (whose rows come in order); *short*: what it did not find is not there."""
+    def note(self, plan: ClaimPlan, claims: Sequence[Claim]) -> None:
+        """Moves the lanes on after a claim (whose rows come in order)."""
         lanes: list[LaneKey] = [_lane_of(claim) for claim in claims]  # type: ignore[misc]  # equal, and hashed alike
         last_of = dict(zip(lanes, claims, strict=True))
         if claims:
             self._recent = [LaneKey(*key) for key in last_of]
-        if plan.listing != self._listing:
-            return  # what has been listed since may stand before the end of this claim
         for key, last in last_of.items():
             if place := self._places.get(key):
-                ended_at = last.next_run_at, last.seq + 1
-                place.next_run_at, place.seq = max(ended_at, (place.next_run_at, place.seq))
-        if len(claims) >= plan.limit or not short:
+                place.next_run_at, place.seq = last.next_run_at, last.seq + 1
+        if len(claims) >= plan.limit:
             return
         left = dict(plan.quotas)
         taken = Counter(lanes)

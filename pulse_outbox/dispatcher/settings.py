@@ -53,7 +53,7 @@ class DispatcherSettings:
     concurrency: int = 100
     """Handlers that run at the same time."""
     batch: int = 500
-    """The most that one claim takes. Two may be under way, and one write settles up to twice as many."""
+    """The most that one claim takes. One write settles up to twice as many."""
     lease: float | timedelta = 30
     heartbeat: float | timedelta = 10
     watchdog: float | timedelta = 10

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pulse_outbox.store import Answer, Store
 
 BATCHES_AT_ONCE = 2
-"""How many batches one write may store: two claims may bring as much at once."""
+"""How many batches one write may store. Few large writes cost the database less than many small ones."""
 LOCKED_PAUSE = 0.05
 """How long a result waits whose row somebody else has locked, in seconds; it doubles up to the next."""
 LOCKED_PAUSE_MAX = 2.0

@@ -114,7 +114,7 @@ class LonelySuspects:
         claimed_at = time.monotonic()
         # Kept until it is answered: a claim that was forgotten would lapse, and that would spend the budget.
         token = self._token = self._token or uuid4()
-        self._in_flight.asked.ask(token)
+        self._in_flight.ask(token)
         claims = await self._store.claim(
             token=token,
             limit=1,
@@ -126,7 +126,7 @@ class LonelySuspects:
             alone=True,
         )
         self._token = None
-        ours = self._in_flight.asked.answered(token)
+        ours = self._in_flight.answered(token)
         for claim in claims:
             log.info("outbox.suspect", event_id=str(claim.event_id), topic=claim.topic, lapses=claim.lapses)
             job = Job(claim, self._handlers[claim.topic], claimed_at, self._settings.seconds("lease"))

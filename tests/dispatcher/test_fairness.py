@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
+from uuid import uuid4
+
+import psycopg
 
 from pulse_outbox import Dispatcher, Event, NewEvent, Outbox, RetryPolicy
+from pulse_outbox.dispatcher.jobs import InFlight
+from pulse_outbox.store import Claim, Store
 from tests.support.dispatching import Table, dispatching, drain
 from tests.support.waiting import wait_until_async
 
@@ -252,3 +258,43 @@ async def test_pausing_gives_back_what_was_claimed_ahead(dsn, outbox: Outbox, ta
         assert await table.count("status = 'PENDING' and attempts = 0") == 1690
         await table.execute("select pulse.outbox_resume('job', 'test')")
         await table.until("status = 'COMPLETED'", 2000)
+
+
+async def test_what_others_have_locked_is_not_asked_for_again_and_again(
+    dsn, outbox: Outbox, table: Table, monkeypatch
+):
+    """A listing shows it as due, and every claim finds nothing: the naps grow all the same."""
+    claims = 0
+    real = Store.claim
+
+    async def slow(store: Store, **options: Any) -> list[Claim]:
+        nonlocal claims
+        claims += 1
+        await asyncio.sleep(0.02)  # a database that is not next door: as long as the first nap
+        return await real(store, **options)
+
+    monkeypatch.setattr(Store, "claim", slow)
+    outbox.handler("mail")(lambda event: None)
+    await table.enqueue_many(outbox, [NewEvent("mail", {}) for _ in range(10)])
+    async with await psycopg.AsyncConnection.connect(dsn) as somebody:
+        await somebody.execute("select 1 from pulse.outbox for update")
+        async with dispatching(outbox, dsn, poll=5):
+            await asyncio.sleep(2)
+            while_locked = claims
+            await somebody.rollback()
+            await table.until("status = 'COMPLETED'", 10)
+
+    assert 2 <= while_locked <= 12
+
+
+def test_places_are_kept_for_a_claim_whose_answer_was_lost():
+    """It may have taken as much as it asked for, and nobody else may have these places until that is known."""
+    in_flight = InFlight()
+    token = uuid4()
+
+    in_flight.ask(token, [("mail", 3)])
+    in_flight.ask(token, [("mail", 3)])  # sent once more
+    assert in_flight.of_topic("mail") == 3
+
+    assert in_flight.answered(token)
+    assert in_flight.of_topic("mail") == 0
