@@ -23,7 +23,7 @@ from chaos.cluster import Cluster
 from chaos.injector import Injector
 from chaos.journal import Journal
 from chaos.processes import Process
-from chaos.topics import BATCH, CANARY, CONCURRENCY
+from chaos.topics import BATCH, CANARY, CONCURRENCY, SOME_TOPICS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,6 +82,10 @@ class Rig:
         """Of each dispatcher; none: all."""
         if settings.dispatchers > 2:
             self.generations[1] = (2,)
+        self._topics: list[tuple[str, ...]] = [()] * settings.dispatchers
+        """Patterns of what each serves; none: all. The last one has no patterns and no generations."""
+        if settings.dispatchers > 1:
+            self._topics[0] = SOME_TOPICS
         self.extras: list[Process] = []
         self._ordered_stops: dict[int, float] = {}
         self._ready = False
@@ -324,6 +328,8 @@ class Rig:
             command += [f"--{name}", str(value)]
         for generation in self.generations[number]:
             command += ["--generation", str(generation)]
+        if self._topics[number]:
+            command += ["--topics", *self._topics[number]]
         environment = self._environment(who, "dispatcher") | {
             "SENTRY_DSN": f"http://public@127.0.0.1:{self._sentry_port}/1",
             "CHAOS_GENERATION": str(self.generations[number][0]) if self.generations[number] else "",
@@ -336,7 +342,11 @@ class Rig:
                 "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             }
         self.journal.write(
-            "dispatcher", who=who, skew=skew if FAKETIME else "", generations=self.generations[number]
+            "dispatcher",
+            who=who,
+            skew=skew if FAKETIME else "",
+            generations=self.generations[number],
+            topics=self._topics[number],
         )
         return self._start_process(who, command, environment)
 

@@ -57,6 +57,8 @@ def weights(wanted: str = "") -> dict[str, int]:
 CONCURRENCY = 20
 BATCH = 10
 """Of every dispatcher: so little that a backlog takes many claims, and writes hold more than one of them."""
+SOME_TOPICS = ("[!dm]*",)
+"""Patterns of the topics that the first dispatcher serves: all but few, or the others would have too much to do."""
 RETENTION = 60.0
 """How long operators keep what has ended, in seconds."""
 BACKOFF = 0.1

@@ -31,6 +31,7 @@ def check(evidence: Evidence) -> list[Violation]:
     found += claims.check_held(evidence, lives.values())
     found += claims.check_backoff(lives.values())
     found += claims.check_generations(evidence, lives.values())
+    found += claims.check_topics(evidence, lives.values())
     found += claims.check_company(lives.values())
     found += claims.check_concurrency(evidence)
     found += claims.check_handed(lives.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -82,6 +83,22 @@ def check_generations(evidence: Evidence, lives: Iterable[Life]) -> Iterator[Vio
             if verb == "claim" and before.generation not in served.get(step.who, {before.generation}):
                 yield Violation(
                     "generation", life.event, f"{step.who} claimed it, which is for {before.generation}"
+                )
+
+
+def check_topics(evidence: Evidence, lives: Iterable[Life]) -> Iterator[Violation]:
+    """topic: a dispatcher claims only what its patterns ask for."""
+    served = {
+        fault.values["who"]: fault.values["topics"]
+        for fault in evidence.faults
+        if fault.kind == "dispatcher" and fault.values.get("topics")
+    }
+    for life in lives:
+        for verb, _, step in life.changes:
+            patterns = served.get(step.who, ("*",))
+            if verb == "claim" and not any(fnmatchcase(life.topic, pattern) for pattern in patterns):
+                yield Violation(
+                    "topic", life.event, f"{step.who} claimed {life.topic}, and serves {patterns}"
                 )
 
 

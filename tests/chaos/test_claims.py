@@ -26,6 +26,14 @@ def test_a_dispatcher_claims_its_own_generations():
         assert story.rules(faults=started) == rules
 
 
+def test_a_dispatcher_claims_the_topics_that_it_was_told_to_serve():
+    story = Story().enqueue("e", "slow").work("e")
+
+    for patterns, rules in (((), set()), (("f*", "s*"), set()), (("slow",), set()), (("f*",), {"topic"})):
+        started = [Fault(0.0, "dispatcher", {"who": "worker", "topics": patterns})]
+        assert story.rules(faults=started) == rules
+
+
 def test_a_handler_that_hangs_does_not_end_well():
     story = Story().enqueue("first").work("first")
     story.enqueue("e", "hangs", budget=1).claim("e").run("e", "transient").fail("e", dead=True).alert("e")
