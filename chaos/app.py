@@ -11,6 +11,7 @@ import ctypes
 import functools
 import inspect
 import os
+import re
 import signal
 import sys
 import threading
@@ -60,6 +61,11 @@ outbox = Outbox()
 
 
 # What every handler does
+
+
+def _name(event: Event[Any]) -> str:
+    """Of this very run: begins the text of most errors, so that nobody takes one for another."""
+    return f"{event.id}, lease {event.lease_seq}"
 
 
 def handles(topic: str, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -112,7 +118,12 @@ def _starts(event: Event[Any]) -> None:
 
 def _ends(event: Event[Any], error: BaseException | None) -> None:
     journal.write(
-        "end", event=str(event.id), lease_seq=event.lease_seq, outcome=expected_verdict(error, event)
+        "end",
+        event=str(event.id),
+        lease_seq=event.lease_seq,
+        outcome=expected_verdict(error, event),
+        raised=_class_of(error),
+        said=_text_of(error),
     )
     points.reached("after_handler")
 
@@ -131,6 +142,22 @@ def _is_terminal(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return all(_is_terminal(inner) for inner in error.exceptions)
     return isinstance(error, TerminalHandlerError | ValidationError | psycopg.IntegrityError)
+
+
+def _class_of(error: BaseException | None) -> str | None:
+    """As the row must name it. Two kinds steer coroutines, and reach nobody as they are."""
+    if error is None or isinstance(error, StopIteration | GeneratorExit):
+        return None
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _text_of(error: BaseException | None) -> str:
+    """The beginning of its text, as far as the row must hold it: what is plain, and no input of a model."""
+    if error is None or isinstance(error, ValidationError | Unprintable):
+        return ""
+    text = error.message if isinstance(error, BaseExceptionGroup) else str(error)
+    return re.match("[ -~]{0,100}", text)[0]  # type: ignore[index]  # it matches anything
 
 
 # Those that succeed
@@ -171,7 +198,7 @@ def grabs(event: Event[dict[str, Any]]) -> None:
 async def ordered(event: Event[dict[str, Any]]) -> None:
     await asyncio.sleep(event.payload["seconds"])
     if event.attempt <= event.payload["fails"]:
-        raise RuntimeError("this one does not get through yet")
+        raise RuntimeError(f"{_name(event)} does not get through yet")
 
 
 @handles("once")
@@ -182,7 +209,7 @@ async def once(event: Event[dict[str, Any]]) -> None:
 @handles("generations")
 async def generations(event: Event[dict[str, Any]]) -> None:
     if BUGGY and event.payload["hits_the_bug"]:
-        raise LookupError("the old code has a bug")
+        raise LookupError(f"{_name(event)}: the old code has a bug")
 
 
 # Those with effects
@@ -197,7 +224,7 @@ async def transactional(event: Event[dict[str, Any]]) -> None:
         "insert into chaos.effect values (%s, 'transactional', %s)", (event.id, event.lease_seq)
     )
     if event.attempt <= event.payload["fails"]:
-        raise RuntimeError("after the effect, which must not stay")
+        raise RuntimeError(f"{_name(event)}: after the effect, which must not stay")
     await asyncio.sleep(event.payload["seconds"])
 
 
@@ -207,7 +234,7 @@ def transactional_sync(event: Event[dict[str, Any]]) -> None:
         "insert into chaos.effect values (%s, 'transactional', %s)", (event.id, event.lease_seq)
     )
     if event.attempt <= event.payload["fails"]:
-        raise RuntimeError("after the effect, which must not stay")
+        raise RuntimeError(f"{_name(event)}: after the effect, which must not stay")
     time.sleep(event.payload["seconds"])
 
 
@@ -220,7 +247,7 @@ def effect(event: Event[dict[str, Any]]) -> None:
                 "insert into chaos.effect values (%s, 'first time', %s)", (event.id, event.lease_seq)
             )
     if event.attempt <= event.payload["fails"]:
-        raise RuntimeError("after the effect, which must not happen again")
+        raise RuntimeError(f"{_name(event)}: after the effect, which must not happen again")
 
 
 # Those that fail
@@ -242,8 +269,8 @@ class Card(BaseModel):
     owner: str
 
 
-def _group(*errors: BaseException) -> BaseException:
-    return BaseExceptionGroup("several", errors)
+def _group(name: str, *errors: BaseException) -> BaseException:
+    return BaseExceptionGroup(name, errors)
 
 
 def _validation_error(secret: str) -> NoReturn:
@@ -251,25 +278,25 @@ def _validation_error(secret: str) -> NoReturn:
     raise AssertionError("that was valid")
 
 
-ERRORS: dict[str, Callable[[], BaseException]] = {
-    "terminal": lambda: TerminalHandlerError("never again"),
-    "integrity": lambda: psycopg.errors.UniqueViolation("duplicate key"),
-    "connection": lambda: ConnectionError("gone"),
-    "value": lambda: ValueError("not now"),
-    "operational": lambda: psycopg.OperationalError("the handler's own database is gone"),
-    "exit": lambda: SystemExit(3),
-    "interrupt": lambda: KeyboardInterrupt(),  # noqa: PLW0108  all of them are made the same way
-    "cancelled": lambda: asyncio.CancelledError(),  # noqa: PLW0108
-    "group of terminals": lambda: _group(TerminalHandlerError("one"), TerminalHandlerError("two")),
-    "mixed group": lambda: _group(TerminalHandlerError("one"), ValueError("two"), SystemExit(4)),
-    "unprintable": Unprintable,
-    "nul": lambda: RuntimeError("a\0b"),
-    "surrogate": lambda: RuntimeError("a\ud800b"),
-    "huge": lambda: RuntimeError("x" * 1_000_000),
-    "stop": lambda: StopIteration(7),
-    "generator": lambda: GeneratorExit(),  # noqa: PLW0108
-    "recursion": lambda: RecursionError("too deep"),
-    "memory": lambda: MemoryError(),  # noqa: PLW0108
+ERRORS: dict[str, Callable[[str], BaseException]] = {
+    "terminal": lambda name: TerminalHandlerError(f"{name}: never again"),
+    "integrity": lambda name: psycopg.errors.UniqueViolation(f"{name}: duplicate key"),
+    "connection": lambda name: ConnectionError(f"{name}: gone"),
+    "value": lambda name: ValueError(f"{name}: not now"),
+    "operational": lambda name: psycopg.OperationalError(f"{name}: the handler's own database is gone"),
+    "exit": lambda _: SystemExit(3),
+    "interrupt": lambda _: KeyboardInterrupt(),
+    "cancelled": lambda _: asyncio.CancelledError(),
+    "group of terminals": lambda name: _group(name, TerminalHandlerError("one"), TerminalHandlerError("two")),
+    "mixed group": lambda name: _group(name, TerminalHandlerError("one"), ValueError("two"), SystemExit(4)),
+    "unprintable": lambda _: Unprintable(),
+    "nul": lambda name: RuntimeError(f"{name}: a\0b"),
+    "surrogate": lambda name: RuntimeError(f"{name}: a\ud800b"),
+    "huge": lambda name: RuntimeError(name + "x" * 1_000_000),
+    "stop": lambda _: StopIteration(7),
+    "generator": lambda _: GeneratorExit(),
+    "recursion": lambda name: RecursionError(f"{name}: too deep"),
+    "memory": lambda _: MemoryError(),
 }
 
 
@@ -278,7 +305,7 @@ def _raise(event: Event[dict[str, Any]]) -> None:
     if event.attempt <= event.payload["fails"]:
         if event.payload["error"] == "validation":
             _validation_error(secret)
-        raise ERRORS[event.payload["error"]]()
+        raise ERRORS[event.payload["error"]](_name(event))
 
 
 @handles("raises")

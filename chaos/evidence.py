@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chaos import journal
@@ -27,7 +28,11 @@ class Wish(NamedTuple):
     """Ids that were returned; more than one is wrong."""
     never: bool = False
     options: dict[str, Any] | None = None
-    """What else was given: dead_key, max_attempts, generation, delay."""
+    """What else was given: dead_key, max_attempts, generation, priority, delay."""
+
+
+OF_MANY = ("replay_many", "replay_kind", "discard_kind")
+"""What operators do to many at once: each call says how many, and a repeated one may change more."""
 
 
 class Run(NamedTuple):
@@ -45,6 +50,10 @@ class Run(NamedTuple):
     max_attempts: int | None = None
     mark: str | None = None
     """The mark in the payload that the handler was given."""
+    raised: str | None = None
+    """The class of what it raised; None where nobody could hand that on as it is."""
+    said: str = ""
+    """The beginning of what that said, as far as it is kept as it is."""
 
 
 class Step(NamedTuple):
@@ -76,6 +85,13 @@ class Step(NamedTuple):
     verdict: str | None = None
     alert_id: str | None = None
     alerted: bool = False
+    error: str | None = None
+    """Empty: there is none. None: not written down, as in evidence of older rigs."""
+    failure: dict[str, Any] | None = None
+    first_failed_at: float | None = None
+    completed_at: float | None = None
+    cycle: dict[str, Any] | None = None
+    """What it has added to the history."""
     topic: str | None = None
     seq: int | None = None
     ordering_key: str | None = None
@@ -83,6 +99,18 @@ class Step(NamedTuple):
     idempotency_key: str | None = None
     mark: str | None = None
     budget: int | None = None
+    priority: int | None = None
+    parked: bool | None = None
+
+
+class Turn(NamedTuple):
+    """An event was parked behind an earlier one of its key, or it is its turn. Numbered together with the steps."""
+
+    id: int
+    at: float
+    transaction: int
+    event_id: str
+    parked: bool
 
 
 class Alert(NamedTuple):
@@ -95,7 +123,7 @@ class Alert(NamedTuple):
 
 
 class Act(NamedTuple):
-    """What an operator wanted, and what he was told: done, refused, unknown or nothing."""
+    """What an operator wanted, and what he was told: done, refused, failed, unknown or nothing."""
 
     at: float
     verb: str
@@ -103,6 +131,12 @@ class Act(NamedTuple):
     request: str
     result: str | None
     told: float | None = None
+    asked: dict[str, Any] | None = None
+    """By whom, with what, and of which kind; None in evidence of older rigs."""
+    calls: int = 1
+    """How often he asked, under the same request."""
+    refused_again: bool = False
+    """Repeated, it was refused."""
 
 
 class Pause(NamedTuple):
@@ -135,6 +169,7 @@ class Evidence:
     wishes: list[Wish] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     alerts: list[Alert] = field(default_factory=list)
     strays: int = 0
     """What came to Sentry and was no alert of a death."""
@@ -144,6 +179,8 @@ class Evidence:
     sweeps: list[Sweep] = field(default_factory=list)
     rows: dict[str, str] = field(default_factory=dict)
     """The outbox at the end: event and status."""
+    histories: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """And the cycles of each event that have ended."""
     effects: list[tuple[str, str]] = field(default_factory=list)
     """Event and kind, as often as it happened."""
     business: frozenset[str] = frozenset()
@@ -165,10 +202,12 @@ def load(directory: Path) -> Evidence:
     facts = json.loads((directory / "facts.json").read_text())
     tables = directory / "tables"
     clock = _clock(directory)
+    outbox = list(journal.read(tables / "outbox.jsonl"))
     return Evidence(
         wishes=list(_wishes(directory)),
         runs=list(_runs(directory)),
         steps=list(_steps(directory, clock)),
+        turns=list(_turns(directory, clock)),
         alerts=[
             Alert(line["t"], _uuid(line["alert"]), line["event"], line["status"])
             for line in journal.read(directory / "sentry.jsonl")
@@ -181,7 +220,12 @@ def load(directory: Path) -> Evidence:
         sweeps=[
             Sweep(clock.at(row["at"]), row["transaction"]) for row in journal.read(tables / "sweep.jsonl")
         ],
-        rows={row["event_id"]: row["status"] for row in journal.read(tables / "outbox.jsonl")},
+        rows={row["event_id"]: row["status"] for row in outbox},
+        histories={
+            row["event_id"]: [_cycle(entry, clock) for entry in row["failure_history"]]
+            for row in outbox
+            if "failure_history" in row
+        },
         effects=[(row["event_id"], row["kind"]) for row in journal.read(tables / "effect.jsonl")],
         business=frozenset(row["event_id"] for row in journal.read(tables / "business.jsonl")),
         canaries=facts["canaries"],
@@ -251,7 +295,12 @@ def _runs(directory: Path) -> Iterator[Run]:
                 open_runs[run.event, run.lease_seq] = run
             elif line["what"] == "end":
                 run = open_runs.pop((line["event"], line["lease_seq"]))
-                yield run._replace(ended=line["t"], outcome=line["outcome"])
+                yield run._replace(
+                    ended=line["t"],
+                    outcome=line["outcome"],
+                    raised=line.get("raised"),
+                    said=line.get("said", ""),
+                )
         yield from open_runs.values()
 
 
@@ -263,19 +312,51 @@ def _alive(directory: Path) -> dict[str, list[float]]:
     }
 
 
+class _Answer(NamedTuple):
+    """To one call of an operator; nothing when none was heard."""
+
+    told: float | None = None
+    result: str | None = None
+
+
 def _acts(directory: Path) -> Iterator[Act]:
     for path in sorted(directory.glob("operator-*.jsonl")):
-        acts: dict[str, Act] = {}
+        wanted: dict[str, dict[str, Any]] = {}
+        answers: dict[str, list[_Answer]] = {}
         for line in journal.read(path):
-            if line["what"] == "act":
-                acts[line["request"]] = Act(
-                    line["t"], line["verb"], tuple(line["events"]), line["request"], None
-                )
-            elif line["what"] == "result":
-                acts[line["request"]] = acts[line["request"]]._replace(
-                    result=line["result"], told=line["t"] if line["result"] != "unknown" else None
-                )
-        yield from acts.values()
+            match line["what"]:
+                case "act":
+                    wanted[line["request"]] = line
+                    answers[line["request"]] = [_Answer()]
+                case "again":
+                    answers[line["request"]].append(_Answer())
+                case "result":
+                    told = line["t"] if line["result"] != "unknown" else None
+                    answers[line["request"]][-1] = _Answer(told, line["result"])
+        for request, line in wanted.items():
+            yield _act(line, answers[request])
+
+
+def _act(line: dict[str, Any], answers: list[_Answer]) -> Act:
+    """What a call of one event was told to have done stays so; calls of many may each have changed some."""
+    done = [answer for answer in answers if answer.result is not None and answer.result.endswith("done")]
+    unknown = [answer for answer in answers if answer.told is None]
+    told, result = (done or unknown or answers)[0]
+    if len(answers) > 1 and line["verb"] in OF_MANY:
+        together = sum(int(str(answer.result).split()[0]) for answer in done)
+        told, result = (None, "unknown") if unknown else (answers[-1].told, f"{together} done")
+    return Act(
+        line["t"],
+        line["verb"],
+        tuple(line["events"]),
+        line["request"],
+        result,
+        told,
+        asked=line.get("asked"),
+        calls=len(answers),
+        refused_again=bool(done)
+        and any(answer.result == "refused" for answer in answers[answers.index(done[0]) :]),
+    )
 
 
 def _pauses(directory: Path) -> Iterator[Pause]:
@@ -322,10 +403,28 @@ def _clock(directory: Path) -> Clock:
 def _steps(directory: Path, clock: Clock) -> Iterator[Step]:
     for row in journal.read(directory / "tables" / "transition.jsonl"):
         row["at"], row["began"] = clock.at(row["at"]), clock.at(row["began"])
-        for name in ("lease_until", "next_run_at"):
+        for name in ("lease_until", "next_run_at", "first_failed_at", "completed_at"):
             if row.get(name) is not None:
                 row[name] = clock.at(row[name])
+        if row.get("cycle") is not None:
+            row["cycle"] = _cycle(row["cycle"], clock)
         yield Step(**row)
+
+
+def _turns(directory: Path, clock: Clock) -> Iterator[Turn]:
+    path = directory / "tables" / "turn.jsonl"
+    for row in journal.read(path) if path.exists() else ():
+        yield Turn(**row | {"at": clock.at(row["at"])})
+
+
+def _cycle(entry: dict[str, Any], clock: Clock) -> dict[str, Any]:
+    """An entry of the history, with its times on the clock of the journals."""
+    times = {
+        name: clock.at(datetime.fromisoformat(value).timestamp())
+        for name, value in entry.items()
+        if name.endswith("_at") and value is not None
+    }
+    return entry | times
 
 
 def _uuid(text: str) -> str:

@@ -198,10 +198,12 @@ class Rig:
         rows = conn.execute("select event_id from pulse.blocked_key where why = 'dead letter'").fetchall()
         for (event_id,) in rows:
             request = uuid4()
-            acts.write("act", verb="discard", events=[str(event_id)], request=str(request))
+            asked = {"by": "rig", "reason": "the run is over"}
+            acts.write("act", verb="discard", events=[str(event_id)], request=str(request), asked=asked)
             with suppress(psycopg.Error):
                 conn.execute(
-                    "select pulse.outbox_discard(%s, 'the run is over', 'rig', %s)", (event_id, request)
+                    "select pulse.outbox_discard(%s, %s, %s, %s)",
+                    (event_id, asked["reason"], asked["by"], request),
                 )
                 acts.write("result", request=str(request), result="done")
 
@@ -430,7 +432,9 @@ def _files_with(text: str, *paths: Path) -> list[str]:
 
 _STEP = """extract(epoch from at)::float8 as at, extract(epoch from began)::float8 as began,
            extract(epoch from lease_until)::float8 as lease_until,
-           extract(epoch from next_run_at)::float8 as next_run_at"""
+           extract(epoch from next_run_at)::float8 as next_run_at,
+           extract(epoch from first_failed_at)::float8 as first_failed_at,
+           extract(epoch from completed_at)::float8 as completed_at"""
 _TABLES = {
     "transition": f"""
         select id, {_STEP}, who, transaction::text::bigint as transaction, event_id, old_status, status, token,
@@ -438,9 +442,13 @@ _TABLES = {
                coalesce(snoozes, 0) as snoozes, coalesce(lease_seq, 0) as lease_seq, locked_by,
                coalesce(alone, false) as alone, coalesce(generation, 0) as generation, coalesce(history, 0) as history,
                request, rule, verdict, alert_id, coalesce(alerted, false) as alerted, topic, seq, ordering_key,
-               holds_key, idempotency_key, mark, budget
+               holds_key, idempotency_key, mark, budget, priority, parked, coalesce(error, '') as error,
+               coalesce(failure, '{{}}') as failure, cycle
           from chaos.transition order by id""",
-    "outbox": "select event_id, status from pulse.outbox",
+    "turn": """
+        select id, extract(epoch from at)::float8 as at, transaction::text::bigint as transaction, event_id, parked
+          from chaos.turn order by id""",
+    "outbox": "select event_id, status, failure_history from pulse.outbox",
     "sweep": "select transaction::text::bigint as transaction, extract(epoch from swept_at)::float8 as at"
     " from chaos.sweep",
     "effect": "select event_id, kind from chaos.effect",
