@@ -191,7 +191,7 @@ class Producer:
                     "key": wish.options.get("ordering_key"),
                     "options": {
                         name: wish.options[name]
-                        for name in ("dead_key", "max_attempts", "generation", "delay")
+                        for name in ("dead_key", "max_attempts", "generation", "priority", "delay")
                         if name in wish.options
                     },
                     "repeatable": wish.repeatable,

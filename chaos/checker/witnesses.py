@@ -49,6 +49,8 @@ def _check_birth(wish: Wish, life: Life) -> Iterator[Violation]:
         "budget": wish.options.get("max_attempts"),
         "generation": wish.options.get("generation", 0),
     }
+    if born.priority is not None:  # or the rig was too old to write it down
+        wanted["priority"] = wish.options.get("priority", 0)
     if wrong := [name for name, value in wanted.items() if getattr(born, name) != value]:
         yield Violation("enqueue", life.event, f"was written with another {', '.join(wrong)}")
     due = wish.intended + wish.options.get("delay", 0.0)

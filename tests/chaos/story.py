@@ -93,6 +93,9 @@ class Story:
         given: dict[str, Any] = {
             "id": len(self.evidence.steps),
             "at": self.now,
+            "priority": None,
+            "parked": None,
+            "cycle": None,
             "began": self.now,
             "who": who,
         }

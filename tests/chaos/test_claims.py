@@ -167,6 +167,13 @@ def test_a_row_says_what_its_producer_said():
     assert story.rules(wishes=[wish._replace(options={})]) == set()
     assert story.rules(wishes=[wish._replace(options={"max_attempts": 3})]) == {"enqueue"}
     assert story.rules(wishes=[wish._replace(options={}, key="k")]) == {"enqueue"}
+    assert (
+        Story().enqueue("e", priority=3).work("e").rules(wishes=[wish._replace(options={"priority": 3})])
+        == set()
+    )
+    assert Story().enqueue("e", priority=0).work("e").rules(
+        wishes=[wish._replace(options={"priority": 3})]
+    ) == {"enqueue"}
     assert story.rules(wishes=[wish._replace(options={"delay": 9})]) == {"early"}
 
 
