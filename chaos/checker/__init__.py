@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from chaos.checker import claims, keys, leases, one_event, witnesses
+from chaos.checker import claims, keys, leases, one_event, operators, witnesses
 from chaos.checker.lives import Violation, lives_of
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ def check(evidence: Evidence) -> list[Violation]:
     found += claims.check_held(evidence, lives.values())
     found += claims.check_backoff(lives.values())
     found += claims.check_generations(evidence, lives.values())
-    found += claims.check_company(lives.values())
     found += claims.check_topics(evidence, lives.values())
+    found += claims.check_company(lives.values())
     found += claims.check_concurrency(evidence)
     found += claims.check_handed(lives.values())
     found += leases.check_tokens(lives.values())
@@ -43,7 +43,8 @@ def check(evidence: Evidence) -> list[Violation]:
     found += keys.check_keys(evidence, lives.values())
     found += witnesses.check_effects(evidence, lives)
     found += witnesses.check_alerts(evidence, lives)
-    found += witnesses.check_acts(evidence, lives)
+    found += operators.check_acts(evidence, lives.values())
+    found += operators.check_asked(evidence, lives.values())
     found += [Violation("canary", "", f"a secret is in {place}") for place in evidence.canaries]
     found += [
         Violation("traceback", "", f"an error that nobody caught is in {log}") for log in evidence.tracebacks

@@ -1,4 +1,4 @@
-"""Rules that compare what the outbox did with what others remember: producers, Sentry, operators, the tables."""
+"""Rules that compare what the outbox did with what others remember: producers, Sentry, the tables."""
 
 from __future__ import annotations
 
@@ -130,34 +130,3 @@ def check_alerts(evidence: Evidence, lives: dict[str, Life]) -> Iterator[Violati
             yield Violation("alert", alert.event, f"is named by alert {alert.alert}, which others have")
         elif alert.at < stamped[alert.alert] - TOLERANCE:
             yield Violation("alert", alert.event, f"alert {alert.alert} was sent before it was on the row")
-
-
-def check_acts(evidence: Evidence, lives: dict[str, Life]) -> Iterator[Violation]:
-    """replay: what an operator was told is what happened, once; and each of it is an entry of the history."""
-    done: defaultdict[str, list[str]] = defaultdict(list)
-    for life in lives.values():
-        changed = 0
-        for verb, _, step in life.changes:
-            if verb not in ("replay", "discard"):
-                continue
-            changed += 1
-            if step.request is not None:
-                done[step.request].append(life.event)
-        if (last := life.last).status is not None and last.history != changed:
-            yield Violation(
-                "replay", life.event, f"{changed} replays and discards, {last.history} in its history"
-            )
-    for act in evidence.acts:
-        events = done.get(act.request, [])
-        if len(events) != len(set(events)):
-            yield Violation("replay", events[0], f"one request changed it more than once ({act.verb})")
-        if others := set(events) - set(act.events):
-            yield Violation("replay", min(others), f"was changed by a {act.verb} of other events")
-        if act.result == "done" and not events:
-            yield Violation("replay", act.events[0], f"{act.verb} was acknowledged, and did not happen")
-        if act.result == "refused" and events:
-            yield Violation("replay", events[0], f"{act.verb} was refused, and happened")
-        if act.result is not None and act.result.endswith(" done"):
-            told = int(act.result.split()[0])
-            if told != len(events):
-                yield Violation("replay", act.events[0], f"{act.verb} said {told}, and changed {len(events)}")

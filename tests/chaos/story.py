@@ -30,6 +30,10 @@ class Story:
         """The rules that were broken."""
         return {violation.rule for violation in self.violations(**changed)}
 
+    def row(self, event: str) -> Step:
+        """As it is now."""
+        return self._rows[event]
+
     # Producers
 
     def enqueue(
@@ -89,13 +93,13 @@ class Story:
             "ordering_key": None,
             "holds_key": None,
             "budget": None,
+            "priority": None,
+            "parked": None,
+            "cycle": None,
         }
         given: dict[str, Any] = {
             "id": len(self.evidence.steps),
             "at": self.now,
-            "priority": None,
-            "parked": None,
-            "cycle": None,
             "began": self.now,
             "who": who,
         }
@@ -153,9 +157,9 @@ class Story:
         """Claimed, run, completed."""
         return self.claim(event).run(event).complete(event)
 
-    def die(self, event: str) -> Story:
+    def die(self, event: str, **values: Any) -> Story:
         """Claimed, run, failed for good."""
-        return self.claim(event).run(event, "terminal").fail(event, dead=True, verdict="terminal")
+        return self.claim(event).run(event, "terminal").fail(event, dead=True, verdict="terminal", **values)
 
     # Alerts and operators
 
@@ -166,10 +170,18 @@ class Story:
         self.evidence.alerts.append(Alert(self.now, alert_id, event, status))
         return self.step(event, "DEAD_LETTERED", alerted=True) if status == 200 else self
 
-    def replay(self, event: str, request: str = "r1", *, result: str | None = "done", **values: Any) -> Story:
+    def replay(
+        self,
+        event: str,
+        request: str = "r1",
+        *,
+        result: str | None = "done",
+        asked: dict[str, Any] | None = None,
+        **values: Any,
+    ) -> Story:
         self._tick()
         told = None if result in (None, "unknown") else self.now + 0.1
-        self.evidence.acts.append(Act(self.now, "replay", (event,), request, result, told))
+        self.evidence.acts.append(Act(self.now, "replay", (event,), request, result, told, asked))
         given: dict[str, Any] = {
             "token": None,
             "attempts": 0,
@@ -181,9 +193,11 @@ class Story:
         given["history"] = self._rows[event].history + 1
         return self.step(event, "PENDING", "operator", **given | values)
 
-    def discard(self, event: str, request: str = "r2", **values: Any) -> Story:
+    def discard(
+        self, event: str, request: str = "r2", *, asked: dict[str, Any] | None = None, **values: Any
+    ) -> Story:
         self._tick()
-        self.evidence.acts.append(Act(self.now, "discard", (event,), request, "done"))
+        self.evidence.acts.append(Act(self.now, "discard", (event,), request, "done", asked=asked))
         given = {"history": self._rows[event].history + 1, "request": request}
         return self.step(event, "DISCARDED", "operator", **given | values)
 
