@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from chaos.checker import claims, keys, leases, one_event, operators, witnesses
+from chaos.checker import claims, failures, keys, leases, one_event, operators, witnesses
 from chaos.checker.lives import Violation, lives_of
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def check(evidence: Evidence) -> list[Violation]:
         found += one_event.check_timeout(life)
         found += one_event.check_budget(life)
         found += one_event.check_end(life)
+        found += failures.check_failures(life)
     found += claims.check_due(lives.values())
     found += claims.check_held(evidence, lives.values())
     found += claims.check_backoff(lives.values())
@@ -45,6 +46,7 @@ def check(evidence: Evidence) -> list[Violation]:
     found += witnesses.check_alerts(evidence, lives)
     found += operators.check_acts(evidence, lives.values())
     found += operators.check_asked(evidence, lives.values())
+    found += failures.check_histories(evidence, lives.values())
     found += [Violation("canary", "", f"a secret is in {place}") for place in evidence.canaries]
     found += [
         Violation("traceback", "", f"an error that nobody caught is in {log}") for log in evidence.tracebacks

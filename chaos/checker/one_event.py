@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from chaos.checker.failures import FAILED
 from chaos.checker.lives import TOLERANCE, Change, Life, Violation
 from chaos.topics import RETENTION, TOPICS
 
@@ -68,6 +69,8 @@ def _wanted(verb: str, before: Step, step: Step) -> dict[str, object]:
         name: getattr(before, name)
         for name in ("token", "attempts", "max_attempts", "lapses", "snoozes", "lease_seq", "alone")
     } | {"history": before.history, "generation": before.generation}
+    if verb not in FAILED:
+        same |= {name: getattr(before, name) for name in ("error", "failure", "first_failed_at")}
     match verb:
         case "claim":
             same["attempts"] = before.attempts + 1
@@ -97,6 +100,9 @@ def _wanted(verb: str, before: Step, step: Step) -> dict[str, object]:
                 "lapses": 0,
                 "snoozes": 0,
                 "alone": False,
+                "error": before.error and "",
+                "failure": before.failure and {},
+                "first_failed_at": None,
             }
             same["history"] = before.history + 1
             del same["generation"]
