@@ -42,6 +42,7 @@ def check(evidence: Evidence) -> list[Violation]:
     found += leases.check_hold(evidence, lives.values())
     found += witnesses.check_rows(evidence, lives)
     found += keys.check_keys(evidence, lives.values())
+    found += keys.check_turns(evidence, lives.values())
     found += witnesses.check_effects(evidence, lives)
     found += witnesses.check_alerts(evidence, lives)
     found += operators.check_acts(evidence, lives.values())
