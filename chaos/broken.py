@@ -12,12 +12,13 @@ import psycopg
 from pulse_outbox.dispatcher.core import Dispatcher
 from pulse_outbox.dispatcher.heart import Heart
 from pulse_outbox.dispatcher.jobs import Completed, Job
+from pulse_outbox.dispatcher.settings import DispatcherSettings
 from pulse_outbox.dispatcher.slots import Slot, Slots
 from pulse_outbox.outbox import Outbox
 from pulse_outbox.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from contextlib import AsyncExitStack
     from uuid import UUID
 
@@ -91,6 +92,15 @@ def let_handlers_hang() -> None:
         slot.deadline = None
 
     setattr(Slots, "_expire", look_away)  # noqa: B010
+
+
+def serve_every_topic() -> None:
+    """Whatever there is a handler for, as without patterns."""
+
+    def serve_all(self: DispatcherSettings, topics: Iterable[str]) -> list[str]:
+        return list(topics)
+
+    setattr(DispatcherSettings, "serves", serve_all)  # noqa: B010
 
 
 def have_no_children() -> None:

@@ -178,6 +178,50 @@ MUTANTS: dict[str, Mutant] = {
             ("replay_held", "'replayed_at', p_now)),", "'replayed_at', p_now)) - 0,"),  # all but its only entry
         ),
     ),
+    "replay keeps the old generation": Mutant(
+        why="what was replayed for the new code dies again of the bug of the old",
+        noticed_by=("asked",),
+        course="generations",
+        changes=(("replay_held", "coalesce(p_new_generation, o.generation)", "o.generation"),),
+    ),
+    "the history forgets why": Mutant(
+        why="whoever looks at what died twice is not told what it died of the first time",
+        noticed_by=("history",),
+        course="calm",
+        changes=(("failure_cycle", "'last_error', o.last_error", "'last_error', null"),),
+    ),
+    "a repeated request is another one": Mutant(
+        why="an operator whose answer was lost replays twice, or is told that he may not",
+        noticed_by=("replay",),
+        course="calm",
+        changes=(("hold_event", "if v_done and p_request is not null then", "if false then"),),
+    ),
+    "a kind is all of its topic": Mutant(
+        why="with the dead letters of one bug all others of the topic are replayed",
+        noticed_by=("asked",),
+        course="calm",
+        changes=(
+            ("hold_dead", "coalesce(o.last_failure ->> 'error_class', '') = p_error_class", "true"),
+        ),
+    ),
+    "the first error hides the last": Mutant(
+        why="the alert and the dead letter tell of a failure that is over",
+        noticed_by=("failure",),
+        course="calm",
+        changes=(("record_failure", "then d.error else", "then coalesce(o.last_error, d.error) else"),),
+    ),
+    "patterns of topics are ignored": Mutant(
+        why="a dispatcher that was to do one thing does everything",
+        noticed_by=("topic",),
+        course="calm",
+        patch=broken.serve_every_topic,
+    ),
+    "a completion gives no turn": Mutant(
+        why="every event of a key waits for the healing pass",
+        noticed_by=("turn",),
+        course="keys",
+        changes=(("outbox_complete", "perform pulse.unpark(v_keys, v_now);", "null;"),),
+    ),
     "unpark is lost": Mutant(
         why="a key stands still for ever behind a job that has ended",
         noticed_by=("lost", "drain"),
