@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from chaos.checker import claims, failures, keys, leases, one_event, operators, witnesses
+from chaos.checker import claims, failures, keys, leases, one_event, operators, priorities, witnesses
 from chaos.checker.lives import Violation, lives_of
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def check(evidence: Evidence) -> list[Violation]:
     found += claims.check_company(lives.values())
     found += claims.check_concurrency(evidence)
     found += claims.check_handed(lives.values())
+    found += priorities.check_priorities(evidence, lives.values())
     found += leases.check_tokens(lives.values())
     found += leases.check_pauses(evidence, lives.values())
     found += leases.check_leases(evidence, lives.values())

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from chaos.checker.lives import Change, Life, Violation, claims_of
+from chaos.checker.lives import Change, Life, Violation, claims_of, is_locked_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -19,8 +19,6 @@ ENOUGH_TURNS = 5
 """So many can't nearly all have been missed because somebody else had locked the row just then."""
 LONG_PARKED = 0.2
 """Seconds after which whoever ends a turn mostly sees who is parked behind him."""
-INTRUDER_STARTS = 5.0
-"""Seconds that somebody who is to lock rows may take until he does."""
 
 
 def check_keys(evidence: Evidence, lives: Iterable[Life]) -> Iterator[Violation]:
@@ -114,11 +112,7 @@ def check_turns(evidence: Evidence, lives: Iterable[Life]) -> Iterator[Violation
     turns: defaultdict[str, list[Turn]] = defaultdict(list)
     for turn in evidence.turns:
         turns[turn.event_id].append(turn)
-    locked = [
-        (fault.at, fault.at + fault.values["seconds"] + INTRUDER_STARTS)
-        for fault in evidence.faults
-        if fault.kind == "fault" and fault.values["fault"] == "lock-rows"
-    ]
+    is_locked = is_locked_at(evidence)
     given: Counter[str] = Counter()
     missed: Counter[str] = Counter()
     for its in _by_key(lives).values():
@@ -128,7 +122,7 @@ def check_turns(evidence: Evidence, lives: Iterable[Life]) -> Iterator[Violation
                 continue
             if any(turn.transaction == step.transaction for turn in turns[waits.event]):
                 given[verb] += 1
-            elif not any(begun < step.at < ended for begun, ended in locked):
+            elif not is_locked(step.at):
                 missed[verb] += 1
     for verb, count in missed.items():
         if count >= ENOUGH_TURNS and count > 4 * given[verb]:

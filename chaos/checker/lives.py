@@ -7,12 +7,16 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from chaos.evidence import Evidence, Run, Step, Wish
 
 TOLERANCE = 0.05
 """Seconds by which two processes may disagree about the order of things that they did at the same time."""
+LOCKS_ROWS = ("lock-rows", "stall-backend")
+"""Faults under which rows may be locked, so that everybody passes them over."""
+INTRUDER_STARTS = 5.0
+"""Seconds that somebody who is to lock rows may take until he does."""
 
 
 class Violation(NamedTuple):
@@ -125,3 +129,13 @@ def claims_of(life: Life) -> Iterator[tuple[Step, int]]:
             claim = None
     if claim is not None:
         yield claim, 1 << 62
+
+
+def is_locked_at(evidence: Evidence) -> Callable[[float], bool]:
+    """Whether somebody who takes no part may have had rows locked at a time."""
+    locked = [
+        (fault.at, fault.at + fault.values["seconds"] + INTRUDER_STARTS)
+        for fault in evidence.faults
+        if fault.kind == "fault" and fault.values["fault"] in LOCKS_ROWS
+    ]
+    return lambda at: any(begun < at < ended for begun, ended in locked)
