@@ -173,6 +173,7 @@ class Heart:
             still_for = time.monotonic() - self._seen
             if still_for > lease / 3:
                 self._condition.complain("loop", "a handler blocks the event loop")
+            if any(waited > lease / 3 for _, waited in self._in_flight.asked.unanswered()):
                 await self._keep_what_nobody_reads(store)
             if still_for > lease and not self._blocked:
                 self._blocked = True
@@ -188,7 +189,7 @@ class Heart:
         self._condition.is_well("unread")
 
     async def _keep_what_nobody_reads(self, store: Store) -> None:
-        """A claim may have been answered, and the loop stands still: what it took must not lapse.
+        """What a claim took must not lapse while the loop stands still, or while its answer is lost.
 
         After a lease it goes back, as all that has not started.
         """

@@ -344,6 +344,39 @@ async def test_a_lease_that_ran_out_unnoticed_is_not_run(dsn, outbox: Outbox, ta
     assert runs == [1], "only the second event ran here"
 
 
+async def test_what_a_claim_took_does_not_lapse_while_its_answer_can_not_be_had(
+    dsn, outbox: Outbox, table: Table
+):
+    """The answer is lost, and no connection can be made to ask for it again: the heart has one, and gives it back."""
+    runs = []
+
+    @outbox.handler("job")
+    async def job(event: Event) -> None:
+        runs.append(event.lease_seq)
+
+    times = {"lease": 3, "heartbeat": 1, "watchdog": 1}
+    async with proxied(dsn) as proxy, dispatching(outbox, proxy.dsn, **times) as dispatcher:
+
+        async def sleeps() -> bool:
+            return bool(await table.execute("select 1 from pulse.dispatcher where sleeping"))
+
+        await wait_until_async(sleeps)
+        await dispatcher._intake.look_again()
+        proxy.lose_answer_to = b"outbox_claim"
+        event_id = await table.enqueue(outbox, "job", max_attempts=1)
+
+        async def lost() -> bool:
+            proxy.refuse = proxy.lost_answers > 0
+            return proxy.refuse
+
+        await wait_until_async(lost)
+        await table.until("status = 'PENDING' and attempts = 0 and lease_seq = 1", 1, within=15)
+        proxy.refuse = False
+        row = await table.until_status(event_id, "COMPLETED", within=15)
+
+    assert (row.attempts, row.lapses, len(runs)) == (1, 0, 1)
+
+
 async def test_a_stuck_suspect_stops_nobody_else(dsn, outbox: Outbox, table: Table):
     """Settled at its timeout, its thread goes on: the dispatcher must not wait for it with everything held."""
     release = threading.Event()
