@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from contextlib import suppress
@@ -314,6 +315,10 @@ class Injector:
             if pids:
                 # The square: rather one of those that are at work, which come first.
                 pid = pids[int(fault.choice**2 * len(pids))]
+                # Woken by a thread: the rig itself may come to wait for a lock that this process holds.
+                waking = threading.Timer(fault.seconds, _signal_backend, (pid, signal.SIGCONT))
+                waking.daemon = True
+                waking.start()
                 _signal_backend(pid, signal.SIGSTOP)
                 return lambda: _signal_backend(pid, signal.SIGCONT)
         return None
