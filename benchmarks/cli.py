@@ -228,7 +228,10 @@ class Measuring:
 
     def _measure(self, workload: Workload, sizes: dict[str, Any], installed: Mapping[str, Installed]) -> None:
         bench = Bench(
-            self._server(workload.server), installed, payload=self._args.payload, logs=self._out / "logs"
+            self._server(workload.server),
+            installed,
+            payload=sizes.get("payload", self._args.payload),
+            logs=self._out / "logs",
         )
         entries = workload.entries([peer for peer in self._peers if peer.key in installed])
         for number_ in range(1, min(self._rounds, workload.most_rounds) + 1):

@@ -528,12 +528,24 @@ _TYPES = {
 }
 
 
+# Text is made of a payload when its row is sent: a function's result that held the texts of a whole batch would go
+# through a file as soon as they are large.
+_CLAIM_COLUMNS = ", ".join(
+    f"{name}::text" if name in ("payload", "headers") else name for name in Claim._fields if name != "token"
+)
+
+
 def _call_of(schema: str, function: str, arguments: Iterable[str]) -> bytes:
     given = sql.SQL(", ").join(
         sql.SQL("{} => %s::{}").format(sql.Identifier(name), sql.SQL(_TYPES.get(name, "text")))
         for name in arguments
     )
-    return sql.SQL("select * from {}({})").format(sql.Identifier(schema, function), given).as_bytes(None)
+    columns = sql.SQL(_CLAIM_COLUMNS if function == "outbox_claim" else "*")
+    return (
+        sql.SQL("select {} from {}({})")
+        .format(columns, sql.Identifier(schema, function), given)
+        .as_bytes(None)
+    )
 
 
 class UuidArray(bytes):

@@ -209,6 +209,14 @@ WORKLOADS = (
         most_rounds=3,
         quick={"count": 30_000},
     ),
+    _drain("drain-1kb", "Drain of 50,000 jobs with 1 kB of payload", count=50_000, payload=1_000),
+    _drain(
+        "drain-100kb",
+        "Drain of 5,000 jobs with 100 kB of payload",
+        count=5_000,
+        payload=100_000,
+        quick={"count": 500},
+    ),
     _drain("guarantees", "Pure SQL, with guarantees taken away", _guarantees, count=100_000),
     _drain("drain-delete", "Drain of 50,000, completed rows deleted at once", _deleting, count=50_000),
     _drain(

@@ -89,3 +89,14 @@ def test_possible_rows_are_accepted(outbox):
 def test_order_of_insertion_is_the_databases(outbox):
     with pytest.raises(psycopg.errors.GeneratedAlways):
         outbox.insert(seq=1)
+
+
+def test_large_payloads_are_compressed_with_the_best_that_the_server_has(outbox):
+    [row] = outbox.conn.execute("""
+        select s.enumvals as offered, a.attcompression::text as used
+          from pg_settings s, pg_attribute a
+         where s.name = 'default_toast_compression'
+           and a.attrelid = 'pulse.outbox'::regclass and a.attname = 'payload'
+        """)
+
+    assert row["used"] == ("l" if "lz4" in row["offered"] else "")

@@ -34,7 +34,7 @@ def test_claim_counts_the_attempt_and_takes_a_lease(outbox, t0):
     claim = outbox.claim(worker="w1")
 
     assert claim.ids == [event_id]
-    assert claim[0]["payload"] == '{"order": 7}'
+    assert claim[0]["payload"] == {"order": 7}
     row = outbox.row(event_id)
     assert (row["status"], row["attempts"], row["max_attempts"], row["lease_seq"]) == ("RUNNING", 1, 5, 1)
     assert (row["lease_until"], row["locked_by"], row["claim_token"]) == (t0 + LEASE, "w1", claim.token)

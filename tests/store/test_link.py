@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -345,3 +346,29 @@ async def test_a_function_that_a_migration_replaced_is_called_on_a_new_connectio
 
     assert await store.heal() == (None, 7)
     await store.close()
+
+
+async def test_large_payloads_come_whole_and_through_no_file(table: Table, open_store):
+    """A claim of 15 MB, which no working memory of the server holds, in hundreds of pieces."""
+    outbox = Outbox()
+    outbox.handler("job")(lambda event: None)
+    texts = [f"{number} ü " * 30_000 for number in range(50)]
+    for text in texts:
+        await table.enqueue(outbox, "job", {"text": text})
+    files = "select temp_files from pg_stat_database where datname = current_database()"
+    before = await table.execute(files)
+
+    store = open_store()
+    claims = await store.claim(limit=100, topics=["job"])
+    again = await store.held_by(claims[0].token)
+    await store.close()
+
+    assert [json.loads(claim.payload)["text"] for claim in claims] == texts
+    assert {claim.payload for claim in again} == {claim.payload for claim in claims}
+
+    async def counted() -> bool:  # the server adds a session's figures when it ends
+        sessions = "application_name = 'pulse-outbox' and datname = current_database()"
+        return not await table.execute(f"select from pg_stat_activity where {sessions}")
+
+    await wait_until_async(counted)
+    assert await table.execute(files) == before

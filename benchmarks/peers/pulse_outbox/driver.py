@@ -12,6 +12,7 @@ import structlog
 
 from benchmarks.driver import Run, Task, main, payload_of
 from pulse_outbox import Dispatcher, Event, NewEvent, Outbox, RetryPolicy, TerminalHandlerError
+from pulse_outbox.dispatcher.heap import frozen_heap
 from pulse_outbox.schema import migrate
 
 TOPIC = "bench"
@@ -52,7 +53,8 @@ class Ours:
                 [row] = await cursor.fetchall()
                 return bool(row[0])
 
-            await run.until_over(unsettled)
+            with frozen_heap():  # as `Dispatcher.run` does
+                await run.until_over(unsettled)
         dispatcher.stop()
         await running
 

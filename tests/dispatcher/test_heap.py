@@ -1,0 +1,51 @@
+"""A dispatcher that has the process for itself spares the garbage collector what was loaded before."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import psycopg
+
+from pulse_outbox.dispatcher.heap import frozen_heap
+
+APPLICATION = """
+import gc, sys
+from pulse_outbox import Dispatcher, Event, Outbox
+
+outbox = Outbox()
+
+@outbox.handler("job")
+async def job(event: Event) -> None:
+    print("frozen:", gc.get_freeze_count() > 10_000)
+
+Dispatcher(outbox, dsn=sys.argv[1], burst=True).run()
+print("after:", gc.get_freeze_count())
+"""
+
+
+def test_only_what_was_there_is_frozen_and_until_the_end():
+    class Node:
+        other: Node
+
+    with frozen_heap():
+        frozen = gc.get_freeze_count()
+        node = Node()
+        node.other = node
+        del node
+        assert gc.collect() > 0, "what comes later is collected as ever"
+
+    assert frozen > 1000
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_dispatcher_freezes_while_it_runs(dsn):
+    with psycopg.connect(dsn) as conn:
+        conn.execute("select pulse.outbox_enqueue('job', '{}')")
+
+    run = subprocess.run(
+        [sys.executable, "-c", APPLICATION, dsn], capture_output=True, text=True, timeout=60, check=True
+    )
+
+    assert [line for line in run.stdout.splitlines() if "outbox." not in line] == ["frozen: True", "after: 0"]
