@@ -6,25 +6,26 @@ import asyncio
 import os
 import socket
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psycopg
-from psycopg.abc import RV
+from psycopg import waiting
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import tuple_row
-from psycopg.waiting import Ready, Wait
 
 from pulse_outbox.storage_retry import CallTimedOut, loses_connection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from psycopg.abc import PQGen
+    from psycopg.abc import RV, PQGen
 
 Rows = list[tuple[Any, ...]]
 
 CALL_TIMEOUT = timedelta(seconds=15)
 CONNECT_TIMEOUT = timedelta(seconds=10)
+WAIT_INTERVAL = 1.0
+"""How often psycopg looks up while it waits, in seconds."""
 
 
 class AnyLink(Protocol):
@@ -114,65 +115,7 @@ class _Connection(psycopg.AsyncConnection[Any]):
     """
 
     async def wait(self, gen: PQGen[RV], *_: object, **__: object) -> RV:
-        try:
-            awaited = next(gen)
-        except StopIteration as end:
-            value: RV = end.value
-            return value
-        return await _Exchange(gen, self.pgconn.socket).finish(awaited)
-
-
-class _Exchange(Generic[RV]):
-    """What psycopg has to say and to hear, as the socket lets it.
-
-    The generator goes on right where the event loop sees the socket ready, without a task, a timer and a new
-    registration for each piece: a large answer comes in hundreds of them.
-    """
-
-    def __init__(self, gen: PQGen[RV], descriptor: int) -> None:
-        self._gen = gen
-        self._descriptor = descriptor
-        self._loop = asyncio.get_running_loop()
-        self._end: asyncio.Future[RV] = self._loop.create_future()
-        self._watched = 0
-
-    async def finish(self, awaited: int) -> RV:
-        try:
-            self._watch(awaited)
-            return await self._end
-        except OSError as error:
-            raise psycopg.OperationalError("the connection's socket is closed") from error
-        finally:
-            self._watch(0)
-
-    def _watch(self, awaited: int) -> None:
-        changed = awaited ^ self._watched
-        self._watched = awaited
-        if changed & Wait.R:
-            if awaited & Wait.R:
-                self._loop.add_reader(self._descriptor, self._go_on, Ready.R)
-            else:
-                self._loop.remove_reader(self._descriptor)
-        if changed & Wait.W:
-            if awaited & Wait.W:
-                self._loop.add_writer(self._descriptor, self._go_on, Ready.W)
-            else:
-                self._loop.remove_writer(self._descriptor)
-
-    def _go_on(self, ready: Ready) -> None:
-        if self._end.done():
-            return
-        try:
-            awaited = self._gen.send(ready)
-            if awaited != self._watched:
-                self._watch(awaited)
-        except StopIteration as end:
-            self._end.set_result(end.value)
-        except BaseException as error:
-            self._end.set_exception(error)
-        else:
-            return
-        self._watch(0)
+        return await waiting.wait_async(gen, self.pgconn.socket, interval=WAIT_INTERVAL)
 
 
 def shut_down(conn: psycopg.AsyncConnection[Any] | psycopg.Connection[Any]) -> None:

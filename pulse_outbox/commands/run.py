@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import re
 import sys
 from typing import Any
@@ -168,7 +167,6 @@ def _password_in_uri(dsn: str) -> str:
 
 def _run(dispatcher: Dispatcher, target: str) -> None:
     try:
-        gc.freeze()  # modules stay: the collector need not look at them again and again
         dispatcher.run()
     except OutboxError:
         raise

@@ -40,6 +40,16 @@ def test_only_what_was_there_is_frozen_and_until_the_end():
     assert gc.get_freeze_count() == 0
 
 
+def test_what_an_application_has_frozen_stays_so():
+    gc.freeze()
+    try:
+        with frozen_heap():
+            pass
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
+
+
 def test_a_dispatcher_freezes_while_it_runs(dsn):
     with psycopg.connect(dsn) as conn:
         conn.execute("select pulse.outbox_enqueue('job', '{}')")
