@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -34,10 +35,15 @@ RATE_SAMPLE = 0.02
 LONGEST_WAIT = 0.3
 """After so long in memory, what exceeds AHEAD goes back, in seconds."""
 LISTING_INTERVAL = 1.0
-"""The lanes are listed at least this often under load, in seconds, and more often where that is cheap …"""
+"""The lanes are listed at least this often under load, in seconds, and more often where that is quick …"""
 LISTING_INTERVAL_MIN = 0.05
 LISTING_SHARE = 0.02
 """… which means that listing takes at most this share of the time."""
+COSTLY_LISTING = 0.01
+"""From so many seconds on, beyond the round trip, a listing is made as rarely as polling, however often there is
+something new: vacuum is held back, and it walks over all that is dead …"""
+COSTLY_LISTING_SHARE = 0.1
+"""… or more rarely, so that it takes at most this share of the time."""
 FIRST_NAP = 0.02
 """The first sleep after falling idle, in seconds; it doubles up to the poll interval."""
 FIRST_NAP_DEAF = 0.002
@@ -95,6 +101,11 @@ class Intake:
         self._lanes = Lanes()
         self._listed_at = 0.0
         self._listing_interval = 0.0
+        self._listing_is_costly = False
+        self._last_listing = 0.0
+        """How long it took, in seconds."""
+        self._quickest_claim = math.inf
+        """How long the quickest claim took, in seconds: the round trip, and little else."""
         self._relist = True
         self._guessed = False
         """There was a claim without a listing since the last listing."""
@@ -192,16 +203,24 @@ class Intake:
         if wanted < 1:
             await self._wait_for_room()
             return None
-        listing_is_due = time.monotonic() >= self._listed_at + self._listing_interval
-        if self._relist and not self._limited and not (self._guessed and listing_is_due):
-            # Woken: one call is mostly enough. What it does not find, the listing after it shows, which must come: else
-            # a topic whose every job wakes this would keep all others from being seen.
-            self._relist = False
-            self._guessed = True
-            return self._call_of(self._lanes.guess(wanted))
-        if self._relist or listing_is_due:
-            await self._list()
-        plan = self._lanes.plan(wanted, self._room_of, time.monotonic())
+        now = time.monotonic()
+        listing_is_due = now >= self._listed_at + self._listing_interval
+        if self._listing_is_costly and not listing_is_due:
+            plan = self._lanes.plan(wanted, self._room_of, now)
+            if plan is None and self._relist:
+                self._relist = False
+                self._guessed = True
+                plan = self._lanes.guess_again(wanted, self._room_of)
+        else:
+            if self._relist and not self._limited and not (self._guessed and listing_is_due):
+                # Woken: one call is mostly enough. What it does not find, the listing after it shows, which must come:
+                # else a topic whose every job wakes this would keep all others from being seen.
+                self._relist = False
+                self._guessed = True
+                return self._call_of(self._lanes.guess(wanted))
+            if self._relist or listing_is_due:
+                await self._list()
+            plan = self._lanes.plan(wanted, self._room_of, time.monotonic())
         if plan is None or self._holds:
             await self._rest()
             return None
@@ -215,6 +234,7 @@ class Intake:
         self._claiming = True
         # Suspects are claimed beside this, and share the limits of handlers.
         self._in_flight.ask(call.token, call.plan.quotas.items())
+        sent_at = time.monotonic()
         try:
             claims = await self._store.claim(
                 limit=call.plan.limit,
@@ -230,7 +250,10 @@ class Intake:
                 fresh=fresh,
             )
             self._unanswered = None
+            self._quickest_claim = min(self._quickest_claim, time.monotonic() - sent_at)
             self._fruitless = bool(call.plan.keys) and not claims
+            if claims and self._listing_is_costly:
+                self._relist = True  # guess until nothing is found
             self._lanes.note(call.plan, claims)
             self._take_in(claims, call)
         finally:
@@ -285,14 +308,20 @@ class Intake:
         self._relist = False
         self._guessed = False
         self._listings += 1
+        last_took = self._last_listing
         started = time.monotonic()
         listed = await self._store.lanes(self._topics, self._settings.generations)
         now = time.monotonic()
         self._lanes.refresh(listed, now)
         self._listed_at = now
-        self._listing_interval = min(
-            LISTING_INTERVAL, max(LISTING_INTERVAL_MIN, (now - started) / LISTING_SHARE)
-        )
+        took, self._last_listing = now - started, now - started
+        # One that had to wait for something else says nothing: the next one does.
+        cost = min(took, last_took) - self._quickest_claim
+        self._listing_is_costly = cost > COSTLY_LISTING
+        self._listing_interval = min(LISTING_INTERVAL, max(LISTING_INTERVAL_MIN, took / LISTING_SHARE))
+        if self._listing_is_costly:
+            often_enough = min(cost / LISTING_SHARE, self._settings.seconds("poll"))
+            self._listing_interval = max(self._listing_interval, often_enough, cost / COSTLY_LISTING_SHARE)
         if suspects := self._lanes.suspects(now):
             self._suspects_due(suspects)
 
@@ -328,7 +357,8 @@ class Intake:
 
     async def _rest(self) -> None:
         """No lane is worth asking: looks at them once more, and sleeps until one is due."""
-        if time.monotonic() - self._listed_at > self._nap / 2:
+        least = self._listing_interval if self._listing_is_costly else self._nap / 2
+        if time.monotonic() - self._listed_at > least:
             await self._list()
         now = time.monotonic()
         if self._lanes.plan(1, self._room_of, now) is not None and not self._fruitless:
@@ -336,7 +366,7 @@ class Intake:
         due = self._lanes.next_due()
         # There is work, for handlers that are at their limit; or others have it.
         self._needs_room = due is not None and due <= now
-        if not self._needs_room:
+        if not self._needs_room and not self._guessed:
             self._empty_listing = self._listings
             self.nothing_due.set()
         if self._nap > HEARING_NAP:
@@ -348,7 +378,10 @@ class Intake:
         if not self._relist:  # a wake-up may have come while this was busy falling asleep
             await self._sleep(nap)
         self._needs_room = False
-        self._listed_at = 0.0
+        if self._listing_is_costly:
+            self._relist = True
+        else:
+            self._listed_at = 0.0
 
     async def _sleep(self, seconds: float) -> None:
         alarm = asyncio.get_running_loop().call_later(seconds, self._stirred.set)

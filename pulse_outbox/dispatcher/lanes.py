@@ -2,13 +2,15 @@
 
 A lane is claimed from where the last claim ended, so that rows which vacuum could not remove yet are not walked over
 again. What appears behind that position (a late commit, a row whose lock was given back) is found when the lanes are
-listed anew: at least once a second under load, and before every sleep.
+listed anew: at least once a second under load, and before every sleep. A listing does walk over such rows: where that
+takes long, it is made rarely, and what is new is claimed without one, from the lanes that are known.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +22,11 @@ if TYPE_CHECKING:
 
 
 GUESSED_LANES = 3
-"""Up to so many lanes it is quicker to ask them all than to have the claim list what there is."""
+"""Up to so many lanes it is quicker to ask them all than to have the claim list what there is …"""
+KNOWN_LANES = 50
+"""… unless listing takes long: then of those that had work lately, so many."""
+LOOK_BACK = timedelta(seconds=1)
+"""How far before the last claimed row a guess begins: most transactions are shorter."""
 
 
 class LaneKey(NamedTuple):
@@ -62,6 +68,8 @@ class Lanes:
     def __init__(self) -> None:
         self._places: dict[LaneKey, _Place] = {}
         self._recent: list[LaneKey] = []
+        self._known: dict[LaneKey, datetime] = {}
+        """When the last row claimed from a lane was due; the lane that was claimed from last is the last one."""
         self._turn = 0
 
     def refresh(self, listed: Iterable[Lane], now: float) -> None:
@@ -103,15 +111,37 @@ class Lanes:
             for topic in topics
             for key in sorted(by_topic[topic], key=lambda key: (-key.priority, self._places[key].next_run_at))
         ]
-        lanes = [self._asked(key, quotas[key.topic]) for key in keys]
+        lanes = [
+            self._asked(key, quotas[key.topic], self._places[key].next_run_at, self._places[key].seq)
+            for key in keys
+        ]
         return ClaimPlan(limit=limit, lanes=lanes, keys=keys, quotas=quotas)
 
     def guess(self, limit: int) -> ClaimPlan:
         """A claim without a listing: from the lanes of the last events or, where they were many, from all there are."""
-        lanes = None
-        if 0 < len(self._recent) <= GUESSED_LANES:
-            lanes = [{**key._asdict(), "quota": limit} for key in self._recent]
-        return ClaimPlan(limit=limit, lanes=lanes, keys=[], quotas={})
+        if not 0 < len(self._recent) <= GUESSED_LANES:
+            return ClaimPlan(limit=limit, lanes=None, keys=[], quotas={})
+        return self._guess_from(self._recent, limit, {key.topic: limit for key in self._recent})
+
+    def guess_again(self, limit: int, room: Callable[[str], int]) -> ClaimPlan | None:
+        """A claim from all lanes that had work lately, the same share for every topic; None when there are none.
+
+        *room* as for a plan.
+        """
+        # Least lately claimed from first, as the turn goes.
+        topics = list(dict.fromkeys(key.topic for key in self._known))
+        share = -(-limit // max(1, len(topics)))
+        quotas = {topic: min(share, places) for topic in topics if (places := room(topic)) > 0}
+        keys = [key for topic in quotas for key in self._known if key.topic == topic]
+        return self._guess_from(keys, limit, quotas) if keys and limit > 0 else None
+
+    def _guess_from(self, keys: Sequence[LaneKey], limit: int, quotas: dict[str, int]) -> ClaimPlan:
+        order = {topic: number for number, topic in enumerate(quotas)}
+        lanes = [
+            self._asked(key, quotas[key.topic], self._known[key] - LOOK_BACK, 0)
+            for key in sorted(keys, key=lambda key: (order[key.topic], -key.priority, self._known[key]))
+        ]
+        return ClaimPlan(limit=limit, lanes=lanes, keys=[], quotas=quotas)
 
     def note(self, plan: ClaimPlan, claims: Sequence[Claim]) -> None:
         """Moves the lanes on after a claim (whose rows come in order)."""
@@ -119,6 +149,11 @@ class Lanes:
         last_of = dict(zip(lanes, claims, strict=True))
         if claims:
             self._recent = [LaneKey(*key) for key in last_of]
+        for lane in self._recent if claims else ():
+            self._known.pop(lane, None)
+            self._known[lane] = last_of[lane].next_run_at
+        while len(self._known) > KNOWN_LANES:
+            del self._known[next(iter(self._known))]
         for key, last in last_of.items():
             if place := self._places.get(key):
                 place.next_run_at, place.seq = last.next_run_at, last.seq + 1
@@ -131,11 +166,6 @@ class Lanes:
             if left[key.topic] > 0 and (place := self._places.get(key)):
                 place.short = True
 
-    def _asked(self, key: LaneKey, quota: int) -> dict[str, Any]:
-        place = self._places[key]
-        return {
-            **key._asdict(),
-            "quota": quota,
-            "next_run_at": place.next_run_at.isoformat(),
-            "seq": place.seq,
-        }
+    @staticmethod
+    def _asked(key: LaneKey, quota: int, next_run_at: datetime, seq: int) -> dict[str, Any]:
+        return {**key._asdict(), "quota": quota, "next_run_at": next_run_at.isoformat(), "seq": seq}
