@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.bench import Bench, Entry, Outcome, Workload, everyone
 from benchmarks.driver import Task
 from benchmarks.environments import OURS
 from benchmarks.measures import latency_metrics, thinned
-from benchmarks.postgres import observed, rows
+from benchmarks.postgres import observed, rows, vacuum_held_back
 
 WARM_UP = 50
 """Jobs at the beginning that do not count."""
@@ -20,7 +22,13 @@ SETTLING = 1.5
 
 def idle(bench: Bench, entry: Entry, size: Mapping[str, Any]) -> Outcome:
     """One job at a time on a system that has nothing else to do: from the commit to the handler's start."""
-    with bench.database(entry) as dsn:
+    with bench.database(entry) as dsn, contextlib.ExitStack() as stack:
+        if dead := size.get("dead"):
+            stack.enter_context(vacuum_held_back(dsn))
+            bench.load(entry, dsn, dead)
+            bench.call(
+                entry.key, replace(_work(bench, entry, dsn, size, count=dead), handler="noop", seconds=120)
+            )
         return _waits(bench, entry, dsn, count=size["count"], rate=size["rate"], size=size)
 
 
@@ -149,6 +157,15 @@ WORKLOADS = (
         run=idle,
         sizes={"count": 1000, "rate": 50.0, "concurrency": 100, "batch": 500},
         quick={"count": 100},
+    ),
+    Workload(
+        name="idle-held",
+        title="The same behind 200,000 dead rows, vacuum held back",
+        better="-p50_ms",
+        entries=everyone,
+        run=idle,
+        sizes={"count": 400, "rate": 50.0, "dead": 200_000, "concurrency": 100, "batch": 500},
+        quick={"count": 100, "dead": 5_000},
     ),
     Workload(
         name="steady",

@@ -42,7 +42,7 @@ LISTING_SHARE = 0.02
 COSTLY_LISTING = 0.01
 """From so many seconds on, beyond the round trip, a listing is made as rarely as polling, however often there is
 something new: vacuum is held back, and it walks over all that is dead …"""
-COSTLY_LISTING_SHARE = 0.1
+COSTLY_LISTING_SHARE = 0.2
 """… or more rarely, so that it takes at most this share of the time."""
 FIRST_NAP = 0.02
 """The first sleep after falling idle, in seconds; it doubles up to the poll interval."""
@@ -102,6 +102,8 @@ class Intake:
         self._listed_at = 0.0
         self._listing_interval = 0.0
         self._listing_is_costly = False
+        self._costly_interval = 0.0
+        """Between listings while nothing that was listed is left, when they are costly."""
         self._last_listing = 0.0
         """How long it took, in seconds."""
         self._quickest_claim = math.inf
@@ -140,6 +142,7 @@ class Intake:
         begun = self._listings
         while self._empty_listing <= begun:
             self.nothing_due.clear()
+            self._listed_at = 0.0
             self.wake()
             await self.nothing_due.wait()
 
@@ -177,6 +180,7 @@ class Intake:
     def let_go(self, why: str) -> None:
         """Ends one hold; others may go on."""
         self._holds.discard(why)
+        self._listed_at = 0.0  # what is still suspect, only a listing shows
         self.wake()
 
     async def run(self) -> None:
@@ -204,27 +208,34 @@ class Intake:
             await self._wait_for_room()
             return None
         now = time.monotonic()
-        listing_is_due = now >= self._listed_at + self._listing_interval
-        if self._listing_is_costly and not listing_is_due:
-            plan = self._lanes.plan(wanted, self._room_of, now)
-            if plan is None and self._relist:
-                self._relist = False
-                self._guessed = True
-                plan = self._lanes.guess_again(wanted, self._room_of)
-        else:
-            if self._relist and not self._limited and not (self._guessed and listing_is_due):
-                # Woken: one call is mostly enough. What it does not find, the listing after it shows, which must come:
-                # else a topic whose every job wakes this would keep all others from being seen.
-                self._relist = False
-                self._guessed = True
-                return self._call_of(self._lanes.guess(wanted))
-            if self._relist or listing_is_due:
-                await self._list()
-            plan = self._lanes.plan(wanted, self._room_of, time.monotonic())
+        plan = self._lanes.plan(wanted, self._room_of, now) if self._listing_is_costly else None
+        pause = self._listing_interval if plan or not self._listing_is_costly else self._costly_interval
+        listing_is_due = now >= self._listed_at + pause
+        # Woken: one call is mostly enough. What it does not find, the listing after it shows, which must come: else a
+        # topic whose every job wakes this would keep all others from being seen.
+        may_guess = self._relist and plan is None and not (self._guessed and listing_is_due)
+        if may_guess and (guess := self._guess(wanted)):
+            self._relist = False
+            self._guessed = True
+            return self._call_of(guess)
+        if listing_is_due or (self._relist and not self._listing_is_costly):
+            await self._list()
+            plan = None
+        plan = plan or self._lanes.plan(wanted, self._room_of, time.monotonic())
         if plan is None or self._holds:
             await self._rest()
             return None
         return self._call_of(plan)
+
+    def _guess(self, wanted: int) -> ClaimPlan | None:
+        """A claim without a listing, where that can be made."""
+        if self._listing_is_costly:
+            return self._lanes.guess_again(wanted, self._room_of)
+        if self._limited:
+            return None
+        # One that has to find out what there is, is a listing too.
+        was_quick = self._last_listing < COSTLY_LISTING
+        return self._lanes.guess(wanted, anywhere=was_quick) or self._lanes.guess_again(wanted, self._room_of)
 
     def _call_of(self, plan: ClaimPlan) -> _ClaimCall:
         return _ClaimCall(plan=plan, token=uuid4(), slots=self._slots.free, at=time.monotonic())
@@ -250,7 +261,9 @@ class Intake:
                 fresh=fresh,
             )
             self._unanswered = None
-            self._quickest_claim = min(self._quickest_claim, time.monotonic() - sent_at)
+            if call.plan.lanes is not None:
+                # It is forgotten in time: the server may be another one by now.
+                self._quickest_claim = min(self._quickest_claim * 1.01, time.monotonic() - sent_at)
             self._fruitless = bool(call.plan.keys) and not claims
             if claims and self._listing_is_costly:
                 self._relist = True  # guess until nothing is found
@@ -320,8 +333,9 @@ class Intake:
         self._listing_is_costly = cost > COSTLY_LISTING
         self._listing_interval = min(LISTING_INTERVAL, max(LISTING_INTERVAL_MIN, took / LISTING_SHARE))
         if self._listing_is_costly:
-            often_enough = min(cost / LISTING_SHARE, self._settings.seconds("poll"))
-            self._listing_interval = max(self._listing_interval, often_enough, cost / COSTLY_LISTING_SHARE)
+            self._listing_interval = max(self._listing_interval, cost / COSTLY_LISTING_SHARE)
+            seldom = min(cost / LISTING_SHARE, self._settings.seconds("poll"))
+            self._costly_interval = max(self._listing_interval, seldom)
         if suspects := self._lanes.suspects(now):
             self._suspects_due(suspects)
 
@@ -357,8 +371,8 @@ class Intake:
 
     async def _rest(self) -> None:
         """No lane is worth asking: looks at them once more, and sleeps until one is due."""
-        least = self._listing_interval if self._listing_is_costly else self._nap / 2
-        if time.monotonic() - self._listed_at > least:
+        pause = 0.0 if self._guessed else self._nap / 2
+        if time.monotonic() - self._listed_at > (self._costly_interval if self._listing_is_costly else pause):
             await self._list()
         now = time.monotonic()
         if self._lanes.plan(1, self._room_of, now) is not None and not self._fruitless:
@@ -372,7 +386,10 @@ class Intake:
         if self._nap > HEARING_NAP:
             self._deaf = False
             await self._say_sleeping(True)
-        nap = self._nap if due is None or due <= now else min(self._nap, due - now)
+        ends = [now + self._nap, *self._lanes.due_after(now)]
+        if self._listing_is_costly:
+            ends.append(self._listed_at + self._costly_interval)
+        nap = max(0.0, min(ends) - now)
         self._nap = min(self._nap * 2, self._settings.seconds("poll"))
         self._stirred.clear()
         if not self._relist:  # a wake-up may have come while this was busy falling asleep

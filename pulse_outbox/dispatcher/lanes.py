@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from datetime import datetime
 
     from pulse_outbox.store import Claim, Lane
@@ -85,6 +85,10 @@ class Lanes:
         """When the first lane is due, on the monotonic clock; None when there is no work at all."""
         return min((place.due_at for place in self._places.values()), default=None)
 
+    def due_after(self, now: float) -> list[float]:
+        """When lanes become due that are not yet, on the monotonic clock."""
+        return [place.due_at for place in self._places.values() if place.due_at > now]
+
     def suspects(self, now: float) -> list[LaneKey]:
         """Due lanes of events whose lease has lapsed."""
         return [key for key, place in self._places.items() if key.lapses and place.due_at <= now]
@@ -117,10 +121,13 @@ class Lanes:
         ]
         return ClaimPlan(limit=limit, lanes=lanes, keys=keys, quotas=quotas)
 
-    def guess(self, limit: int) -> ClaimPlan:
-        """A claim without a listing: from the lanes of the last events or, where they were many, from all there are."""
+    def guess(self, limit: int, *, anywhere: bool = True) -> ClaimPlan | None:
+        """A claim without a listing: from the lanes of the last events or, where they were many, from all there are.
+
+        Unless it may be *anywhere*, None where they were many.
+        """
         if not 0 < len(self._recent) <= GUESSED_LANES:
-            return ClaimPlan(limit=limit, lanes=None, keys=[], quotas={})
+            return ClaimPlan(limit=limit, lanes=None, keys=[], quotas={}) if anywhere else None
         return self._guess_from(self._recent, limit, {key.topic: limit for key in self._recent})
 
     def guess_again(self, limit: int, room: Callable[[str], int]) -> ClaimPlan | None:
@@ -129,7 +136,7 @@ class Lanes:
         *room* as for a plan.
         """
         # Least lately claimed from first, as the turn goes.
-        topics = list(dict.fromkeys(key.topic for key in self._known))
+        topics = list(dict.fromkeys(key.topic for key in reversed(self._known)))[::-1]
         share = -(-limit // max(1, len(topics)))
         quotas = {topic: min(share, places) for topic in topics if (places := room(topic)) > 0}
         keys = [key for topic in quotas for key in self._known if key.topic == topic]
@@ -157,14 +164,22 @@ class Lanes:
         for key, last in last_of.items():
             if place := self._places.get(key):
                 place.next_run_at, place.seq = last.next_run_at, last.seq + 1
-        if len(claims) >= plan.limit:
-            return
-        left = dict(plan.quotas)
-        taken = Counter(lanes)
-        for key in plan.keys:
-            left[key.topic] -= taken[key]
-            if left[key.topic] > 0 and (place := self._places.get(key)):
-                place.short = True
+        if not plan.keys:
+            self._note_guess(plan, last_of, Counter(claim.topic for claim in claims))
+        elif len(claims) < plan.limit:
+            left = dict(plan.quotas)
+            taken = Counter(lanes)
+            for key in plan.keys:
+                left[key.topic] -= taken[key]
+                if left[key.topic] > 0 and (place := self._places.get(key)):
+                    place.short = True
+
+    def _note_guess(self, plan: ClaimPlan, last_of: Mapping[LaneKey, Claim], taken: Counter[str]) -> None:
+        """Where a guess got all that it asked for, there is more, right after it."""
+        full = taken.total() >= plan.limit
+        for key, last in last_of.items():
+            if full or taken[last.topic] >= plan.quotas.get(last.topic, plan.limit):
+                self._places[LaneKey(*key)] = _Place(last.next_run_at, last.seq + 1, due_at=0.0)
 
     @staticmethod
     def _asked(key: LaneKey, quota: int, next_run_at: datetime, seq: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 
 from pulse_outbox import Event, NewEvent, Outbox
 from pulse_outbox.dispatcher import intake
-from pulse_outbox.dispatcher.lanes import KNOWN_LANES, LOOK_BACK, Lanes
+from pulse_outbox.dispatcher.lanes import KNOWN_LANES, LOOK_BACK, ClaimPlan, Lanes
 from tests.support.dispatching import Table, dispatching
 
 DEAD = 20_000
@@ -108,9 +108,14 @@ def claim(topic: str, due: datetime = NOON, priority: int = 0) -> Any:
     )
 
 
+def some(plan: ClaimPlan | None) -> ClaimPlan:
+    assert plan is not None
+    return plan
+
+
 def test_a_guess_asks_the_lanes_that_are_known_in_turn():
     lanes = Lanes()
-    plan = lanes.guess(10)
+    plan = some(lanes.guess(10))
     for topic in ("a", "b", "c"):
         lanes.note(plan, [claim(topic)])
     lanes.note(plan, [claim("a", NOON + timedelta(minutes=1), priority=5)])
@@ -120,17 +125,39 @@ def test_a_guess_asks_the_lanes_that_are_known_in_turn():
     assert again is not None
     assert again.quotas == {"a": 4, "b": 1}, "the same share for each, no more than it has room for"
     assert [(lane["topic"], lane["priority"], lane["quota"]) for lane in again.lanes or []] == [
+        ("b", 0, 1),
         ("a", 5, 4),
         ("a", 0, 4),
-        ("b", 0, 1),
     ]
-    assert (again.lanes or [])[0]["next_run_at"] == "2030-01-01T12:00:59+00:00"
+    assert (again.lanes or [])[1]["next_run_at"] == "2030-01-01T12:00:59+00:00"
+
+
+def test_a_guess_that_got_all_it_asked_for_goes_on_from_there():
+    lanes = Lanes()
+    lanes.note(some(lanes.guess(2)), [claim("a"), claim("b")])
+    assert lanes.plan(10, lambda topic: 10, 1.0) is not None
+
+    few, enough = Lanes(), Lanes()
+    for known in (few, enough):
+        known.note(some(known.guess(10)), [claim("a")])
+        assert known.plan(10, lambda topic: 10, 1.0) is None
+    guess = enough.guess_again(10, {"a": 1}.__getitem__)
+    assert guess is not None
+    enough.note(guess, [claim("a", NOON + timedelta(minutes=1))])
+    few.note(some(few.guess_again(10, {"a": 2}.__getitem__)), [claim("a")])
+
+    more = enough.plan(10, lambda topic: 10, 1.0)
+    assert more is not None
+    assert [(lane["next_run_at"], lane["seq"]) for lane in more.lanes or []] == [
+        ("2030-01-01T12:01:00+00:00", 2)
+    ]
+    assert few.plan(10, lambda topic: 10, 1.0) is None
 
 
 def test_a_guess_knows_no_more_lanes_than_it_can_ask():
     lanes = Lanes()
     assert lanes.guess_again(10, lambda topic: 10) is None
-    plan = lanes.guess(10)
+    plan = some(lanes.guess(10))
     for number in range(KNOWN_LANES + 5):
         lanes.note(plan, [claim(f"topic-{number}")])
 
