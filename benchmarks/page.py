@@ -76,7 +76,7 @@ def render(results: Results | None, plots: dict[str, Path]) -> str:
             return "" if name in {"machine", "versions"} else NOT_YET
         match name:
             case "status":
-                return f"Measured on {results.started_at}."
+                return _when(results)
             case "targets":
                 return targets_table(judge(results))
             case "machine":
@@ -95,6 +95,13 @@ def render(results: Results | None, plots: dict[str, Path]) -> str:
 
     text = re.sub(r"\{\{([a-z0-9:-]+)\}\}", fill, TEMPLATE.read_text())
     return re.sub(r"\n{3,}", "\n\n", text)
+
+
+def _when(results: Results) -> str:
+    starts = sorted(results.started_at.split(" and "))
+    if len(starts) == 1:
+        return f"Measured on {starts[0]}."
+    return f"Measured in {len(starts)} sessions, the first on {starts[0]}, the last on {starts[-1]}."
 
 
 def _machine(results: Results) -> str:
