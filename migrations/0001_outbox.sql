@@ -143,7 +143,7 @@ create table pulse.outbox (
     and char_length(ordering_key) between 1 and 400),
   constraint outbox_error_size check (octet_length(last_error) <= 8192)
 );
--- A large payload is written three times as fast as with the server's default, where lz4 was built in.
+-- Where lz4 was built in, a large payload is written up to three times as fast as with the server's default.
 do $$
 begin
   if 'lz4' = any ((select enumvals from pg_catalog.pg_settings where name = 'default_toast_compression')::text[]) then

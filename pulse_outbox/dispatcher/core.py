@@ -106,7 +106,10 @@ class Dispatcher:
     # Starting and stopping
 
     def run(self) -> None:
-        """Runs until SIGTERM or SIGINT; a second signal ends the process at once."""
+        """Runs until SIGTERM or SIGINT; a second signal ends the process at once.
+
+        The process is its own: meanwhile the garbage collector does not look at what was loaded before.
+        """
         with frozen_heap(), asyncio.Runner() as runner:
             loop = runner.get_loop()
             running = loop.create_task(self._run_with_signals())

@@ -211,14 +211,15 @@ class Intake:
         plan = self._lanes.plan(wanted, self._room_of, now) if self._listing_is_costly else None
         pause = self._listing_interval if plan or not self._listing_is_costly else self._costly_interval
         listing_is_due = now >= self._listed_at + pause
+        woken = self._relist and plan is None
+        if woken:
+            self._relist = False
         # Woken: one call is mostly enough. What it does not find, the listing after it shows, which must come: else a
         # topic whose every job wakes this would keep all others from being seen.
-        may_guess = self._relist and plan is None and not (self._guessed and listing_is_due)
-        if may_guess and (guess := self._guess(wanted)):
-            self._relist = False
+        if woken and not (self._guessed and listing_is_due) and (guess := self._guess(wanted)):
             self._guessed = True
             return self._call_of(guess)
-        if listing_is_due or (self._relist and not self._listing_is_costly):
+        if listing_is_due or (woken and not self._listing_is_costly):
             await self._list()
             plan = None
         plan = plan or self._lanes.plan(wanted, self._room_of, time.monotonic())
@@ -379,10 +380,11 @@ class Intake:
             return
         due = self._lanes.next_due()
         # There is work, for handlers that are at their limit; or others have it.
-        self._needs_room = due is not None and due <= now
-        if not self._needs_room and not self._guessed:
+        work_is_left = due is not None and due <= now
+        if not work_is_left and not self._guessed:
             self._empty_listing = self._listings
             self.nothing_due.set()
+        self._needs_room = work_is_left or (self._listing_is_costly and self._lanes.at_limit(self._room_of))
         if self._nap > HEARING_NAP:
             self._deaf = False
             await self._say_sleeping(True)

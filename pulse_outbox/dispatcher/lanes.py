@@ -142,6 +142,10 @@ class Lanes:
         keys = [key for topic in quotas for key in self._known if key.topic == topic]
         return self._guess_from(keys, limit, quotas) if keys and limit > 0 else None
 
+    def at_limit(self, room: Callable[[str], int]) -> bool:
+        """Whether a lane is known that no guess asks at present."""
+        return any(room(key.topic) < 1 for key in self._known)
+
     def _guess_from(self, keys: Sequence[LaneKey], limit: int, quotas: dict[str, int]) -> ClaimPlan:
         order = {topic: number for number, topic in enumerate(quotas)}
         lanes = [
@@ -156,11 +160,11 @@ class Lanes:
         last_of = dict(zip(lanes, claims, strict=True))
         if claims:
             self._recent = [LaneKey(*key) for key in last_of]
-        for lane in self._recent if claims else ():
-            self._known.pop(lane, None)
-            self._known[lane] = last_of[lane].next_run_at
-        while len(self._known) > KNOWN_LANES:
-            del self._known[next(iter(self._known))]
+            for lane in self._recent:
+                self._known.pop(lane, None)
+                self._known[lane] = last_of[lane].next_run_at
+            while len(self._known) > KNOWN_LANES:
+                del self._known[next(iter(self._known))]
         for key, last in last_of.items():
             if place := self._places.get(key):
                 place.next_run_at, place.seq = last.next_run_at, last.seq + 1
