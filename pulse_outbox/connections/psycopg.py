@@ -8,11 +8,19 @@ from typing import Any
 
 import psycopg
 from psycopg import sql
+from psycopg.abc import Buffer, PQGen
+from psycopg.copy import AsyncLibpqWriter, LibpqWriter
+from psycopg.generators import copy_to
 from psycopg.pq import PipelineStatus, TransactionStatus
+from psycopg.pq.abc import PGconn
 from psycopg.rows import tuple_row
 
 from pulse_outbox.connections import Ask, Copy, Row, State, Unfit
 
+PIECE = 64 * 1024
+"""How many bytes of a COPY libpq gets at a time …"""
+MOST_HELD = 4 * PIECE
+"""… and how many it may have before it must send them all."""
 _STATES = {
     TransactionStatus.INTRANS: State.OPEN,
     TransactionStatus.INERROR: State.FAILED,
@@ -64,7 +72,7 @@ class PsycopgRoute:
 
     def copy(self, copy: Copy) -> None:
         cursor = psycopg.Cursor(self._connection, row_factory=tuple_row)
-        with cursor.copy(_copy_statement(copy)) as writing:
+        with cursor.copy(_copy_statement(copy), writer=_Writer(cursor)) as writing:
             for part in copy.parts:
                 writing.write(part)
 
@@ -100,9 +108,47 @@ class AsyncPsycopgRoute:
 
     async def copy(self, copy: Copy) -> None:
         cursor = psycopg.AsyncCursor(self._connection, row_factory=tuple_row)
-        async with cursor.copy(_copy_statement(copy)) as writing:
+        async with cursor.copy(_copy_statement(copy), writer=_AsyncWriter(cursor)) as writing:
             for part in copy.parts:
                 await writing.write(part)
+
+
+class _Writer(LibpqWriter):
+    def __init__(self, cursor: psycopg.Cursor[Any]) -> None:
+        super().__init__(cursor)
+        self._sending = _Sending(cursor.connection.pgconn)
+
+    def write(self, data: Buffer) -> None:
+        self.connection.wait(self._sending.pieces_of(data))
+
+
+class _AsyncWriter(AsyncLibpqWriter):
+    def __init__(self, cursor: psycopg.AsyncCursor[Any]) -> None:
+        super().__init__(cursor)
+        self._sending = _Sending(cursor.connection.pgconn)
+
+    async def write(self, data: Buffer) -> None:
+        await self.connection.wait(self._sending.pieces_of(data))
+
+
+class _Sending:
+    """Lets libpq hold only a little that is not sent yet.
+
+    libpq moves all of that with every piece it is given: where rows are large, this took most of the time.
+    """
+
+    def __init__(self, pgconn: PGconn) -> None:
+        self._pgconn = pgconn
+        self._held = 0
+
+    def pieces_of(self, data: Buffer) -> PQGen[None]:
+        for start in range(0, len(data), PIECE):
+            piece = data[start : start + PIECE]
+            self._held += len(piece)
+            send_all = self._held >= MOST_HELD
+            yield from copy_to(self._pgconn, piece, flush=send_all)
+            if send_all:
+                self._held = 0
 
 
 Connection = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]

@@ -126,6 +126,51 @@ def test_what_can_be_stored_is_written_as_pydantic_writes_it(payload: Any, text:
     assert encode_payload(payload) == text
 
 
+@dataclass(eq=False)
+class Incomparable(Parcel):
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("ambiguous")
+
+
+@pytest.mark.parametrize(
+    ("item", "complaint"),
+    [
+        ("x\0", "a NUL character"),
+        ({"x\0": 1}, "the key 'x\\x00': a NUL character"),
+        (nan, "NaN and infinity"),
+        (Decimal("NaN"), "NaN"),
+        (Item(sku="b", price=nan), ".price: NaN"),
+        ([10**4300], "an integer of more than 4,300 digits"),
+        ({1: 2}, "a key is int"),
+        (nested(MAX_DEPTH), "nested deeper than 200 levels"),
+    ],
+)
+def test_it_is_refused_in_a_long_payload_too(item: Any, complaint: str):
+    """Long ones are read back, and what comes back unchanged is not looked at more closely."""
+    with pytest.raises(EnqueueError) as caught:
+        encode_payload({"long": "x" * 1000, "it": item})
+
+    assert str(caught.value).startswith("payload.it")
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("item", "text"),
+    [
+        ({"a": [1, 2.5, None, True, "é"]}, '{"a":[1,2.5,null,true,"é"]}'),
+        ("NaN, Infinity and \\u0000 as words", '"NaN, Infinity and \\\\u0000 as words"'),
+        ((1, Colour.RED), '[1,"red"]'),
+        (Incomparable(weight=1), '{"weight":1}'),
+    ],
+)
+def test_a_long_payload_is_written_as_a_short_one(item: Any, text: str):
+    long = "x" * 1000
+
+    assert encode_payload({"long": long, "it": item}) == f'{{"long":"{long}","it":{text}}}'
+
+
 def test_the_deepest_accepted_payload_reads_back():
     """The limit is the parser's that will read it: one level less would refuse too much, one more too little."""
     text = encode_payload(nested(MAX_DEPTH))
