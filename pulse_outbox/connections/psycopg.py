@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from psycopg import sql
 from psycopg.abc import Buffer, PQGen
 from psycopg.copy import AsyncLibpqWriter, LibpqWriter
 from psycopg.generators import copy_to
-from psycopg.pq import PipelineStatus, TransactionStatus
+from psycopg.pq import ConnStatus, PipelineStatus, TransactionStatus
 from psycopg.pq.abc import PGconn
 from psycopg.rows import tuple_row
 
@@ -72,9 +73,16 @@ class PsycopgRoute:
 
     def copy(self, copy: Copy) -> None:
         cursor = psycopg.Cursor(self._connection, row_factory=tuple_row)
-        with cursor.copy(_copy_statement(copy), writer=_Writer(cursor)) as writing:
-            for part in copy.parts:
-                writing.write(part)
+        writer = _Writer(cursor)
+        try:
+            with cursor.copy(_copy_statement(copy), writer=writer) as writing:
+                for part in copy.parts:
+                    writing.write(part)
+        except BaseException as error:
+            if _is_copying(self._connection):
+                with contextlib.suppress(psycopg.Error):
+                    writer.finish(error)
+            raise
 
 
 class AsyncPsycopgRoute:
@@ -108,9 +116,16 @@ class AsyncPsycopgRoute:
 
     async def copy(self, copy: Copy) -> None:
         cursor = psycopg.AsyncCursor(self._connection, row_factory=tuple_row)
-        async with cursor.copy(_copy_statement(copy), writer=_AsyncWriter(cursor)) as writing:
-            for part in copy.parts:
-                await writing.write(part)
+        writer = _AsyncWriter(cursor)
+        try:
+            async with cursor.copy(_copy_statement(copy), writer=writer) as writing:
+                for part in copy.parts:
+                    await writing.write(part)
+        except BaseException as error:
+            if _is_copying(self._connection):
+                with contextlib.suppress(psycopg.Error):
+                    await writer.finish(error)
+            raise
 
 
 class _Writer(LibpqWriter):
@@ -121,6 +136,11 @@ class _Writer(LibpqWriter):
     def write(self, data: Buffer) -> None:
         self.connection.wait(self._sending.pieces_of(data))
 
+    def finish(self, exc: BaseException | None = None) -> None:
+        # Of a closed connection nothing can be ended, and saying so would hide why.
+        if exc is None or not self.connection.closed:
+            super().finish(exc)
+
 
 class _AsyncWriter(AsyncLibpqWriter):
     def __init__(self, cursor: psycopg.AsyncCursor[Any]) -> None:
@@ -129,6 +149,10 @@ class _AsyncWriter(AsyncLibpqWriter):
 
     async def write(self, data: Buffer) -> None:
         await self.connection.wait(self._sending.pieces_of(data))
+
+    async def finish(self, exc: BaseException | None = None) -> None:
+        if exc is None or not self.connection.closed:
+            await super().finish(exc)
 
 
 class _Sending:
@@ -146,12 +170,28 @@ class _Sending:
             piece = data[start : start + PIECE]
             self._held += len(piece)
             send_all = self._held >= MOST_HELD
-            yield from copy_to(self._pgconn, piece, flush=send_all)
+            try:
+                yield from copy_to(self._pgconn, piece, flush=send_all)
+            except psycopg.OperationalError as error:
+                raise self._last_words() or error from None
             if send_all:
                 self._held = 0
 
+    def _last_words(self) -> psycopg.Error | None:
+        """Why the server ended the connection: libpq has read it, and looks at it only after the end of a COPY."""
+        if self._pgconn.status != ConnStatus.BAD:
+            return None
+        self._pgconn.put_copy_end()
+        result = self._pgconn.get_result()
+        return psycopg.errors.error_from_result(result) if result is not None else None
+
 
 Connection = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
+
+
+def _is_copying(connection: Connection) -> bool:
+    """Interrupted while it begins a COPY, psycopg lets it begin and does not end it: the connection would stay busy."""
+    return connection.pgconn.transaction_status == TransactionStatus.ACTIVE
 
 
 def _state(connection: Connection) -> State:

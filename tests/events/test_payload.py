@@ -140,6 +140,8 @@ class Incomparable(Parcel):
         ("x\0", "a NUL character"),
         ({"x\0": 1}, "the key 'x\\x00': a NUL character"),
         (nan, "NaN and infinity"),
+        (float("inf"), "NaN and infinity"),
+        ([{"a": float("-inf")}], "payload.it[0].a: NaN and infinity"),
         (Decimal("NaN"), "NaN"),
         (Item(sku="b", price=nan), ".price: NaN"),
         ([10**4300], "an integer of more than 4,300 digits"),
@@ -169,6 +171,12 @@ def test_a_long_payload_is_written_as_a_short_one(item: Any, text: str):
     long = "x" * 1000
 
     assert encode_payload({"long": long, "it": item}) == f'{{"long":"{long}","it":{text}}}'
+
+
+@pytest.mark.parametrize("infinity", [float("inf"), float("-inf")])
+def test_infinity_in_long_headers_is_refused_too(infinity: float):
+    with pytest.raises(EnqueueError, match=r"headers\.it: NaN and infinity"):
+        encode_headers({"long": "x" * 1000, "it": infinity})
 
 
 def test_the_deepest_accepted_payload_reads_back():
