@@ -426,16 +426,15 @@ class ChildSuspects:
 
     def _keep_places(self) -> None:
         """While suspects of a handler with a limit are due, half of its places are theirs: or they might get none."""
-        for topic, places in self._kept.items():
-            self._in_flight.reserve(topic, -places)
-        self._kept = {}
-        if self._failures and not any(child.usable for child in self._children):
-            return  # nobody could use them
-        for topic in self._lapsed_once.topics | self._lapsed_often.topics:
-            most = self._handlers[topic].concurrency
-            if most is not None:
-                self._kept[topic] = (most + 1) // 2
-                self._in_flight.reserve(topic, self._kept[topic])
+        before, self._kept = self._kept, {}
+        if not self._failures or any(child.usable for child in self._children):  # else nobody could use them
+            for topic in self._lapsed_once.topics | self._lapsed_often.topics:
+                most = self._handlers[topic].concurrency
+                if most is not None:
+                    self._kept[topic] = (most + 1) // 2
+        for topic in before.keys() | self._kept.keys():
+            if change := self._kept.get(topic, 0) - before.get(topic, 0):
+                self._in_flight.reserve(topic, change)
 
 
 def _log_level() -> str | None:

@@ -99,7 +99,7 @@ class Dispatcher:
         self._condition = Condition()
         self._tally = Tally()
         self._throughput = Throughput(sorted(self._handlers), time.monotonic())
-        self._in_flight = InFlight()
+        self._in_flight = InFlight(freed=self._room_made)
         self._sleeping: bool | None = None
         """Whether producers should wake it; None: nothing was said yet, or nobody knows what arrived."""
 
@@ -236,7 +236,7 @@ class Dispatcher:
             deliver=self._deliver,
             concurrency=settings.concurrency,
             exhausted=self._slots_exhausted,
-            freed=lambda: self._intake.room_made(),  # noqa: PLW0108  made after this
+            freed=self._room_made,
         )
         claim_store = await self._open_store("claim", stack)
         self._intake = Intake(
@@ -427,6 +427,9 @@ class Dispatcher:
 
     # What the parts tell each other
 
+    def _room_made(self) -> None:
+        self._intake.room_made()
+
     def _deliver(self, outcome: Outcome) -> None:
         self._settler.add(outcome)
         self._intake.room_made()
@@ -505,7 +508,6 @@ class Dispatcher:
 
     async def _stop_when_done(self) -> None:
         while True:
-            await self._intake.nothing_due.wait()
             if self._is_done():
                 # What ended last may have made something due, as the next of its key or as its own event: only a look
                 # that began after it tells.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -40,10 +39,12 @@ LISTING_INTERVAL_MIN = 0.05
 LISTING_SHARE = 0.02
 """… which means that listing takes at most this share of the time."""
 COSTLY_LISTING = 0.01
-"""From so many seconds on, beyond the round trip, a listing is made as rarely as polling, however often there is
-something new: vacuum is held back, and it walks over all that is dead …"""
+"""From so many seconds of the server on, a listing is made as rarely as polling, however often there is something new:
+vacuum is held back, and it walks over all that is dead …"""
 COSTLY_LISTING_SHARE = 0.2
-"""… or more rarely, so that it takes at most this share of the time."""
+"""… or more rarely, so that it takes at most this share of the time …"""
+COSTLY_NAP = 0.25
+"""… and what gets due in between is found by asking the known lanes this often, in seconds."""
 FIRST_NAP = 0.02
 """The first sleep after falling idle, in seconds; it doubles up to the poll interval."""
 FIRST_NAP_DEAF = 0.002
@@ -105,14 +106,14 @@ class Intake:
         self._costly_interval = 0.0
         """Between listings while nothing that was listed is left, when they are costly."""
         self._last_listing = 0.0
-        """How long it took, in seconds."""
-        self._quickest_claim = math.inf
-        """How long the quickest claim took, in seconds: the round trip, and little else."""
+        """How long the server worked on it, in seconds."""
         self._relist = True
         self._guessed = False
         """There was a claim without a listing since the last listing."""
         self._stirred = asyncio.Event()
         self._needs_room = False
+        self._got_room = False
+        """The last rest ended because a place had become free."""
         self._nap = FIRST_NAP
         self._deaf = False
         self._window_at = 0.0
@@ -123,6 +124,8 @@ class Intake:
         self._listings = 0
         self._empty_listing = 0
         """Which listing showed that."""
+        self._is_looking = False
+        """Somebody waits for a listing that shows nothing, however much it costs."""
         self._holds: set[str] = set()
         """Why nothing is claimed now: the process ends, or a suspect runs alone in it."""
         self._alarm: asyncio.TimerHandle | None = None
@@ -140,11 +143,15 @@ class Intake:
     async def look_again(self) -> None:
         """Returns when a look that began after this call has shown nothing that could run now."""
         begun = self._listings
-        while self._empty_listing <= begun:
-            self.nothing_due.clear()
-            self._listed_at = 0.0
-            self.wake()
-            await self.nothing_due.wait()
+        self._is_looking = True
+        try:
+            while self._empty_listing <= begun:
+                self.nothing_due.clear()
+                self._listed_at = 0.0
+                self.wake()
+                await self.nothing_due.wait()
+        finally:
+            self._is_looking = False
 
     def expect(self, seconds: float) -> None:
         """An event that this process had can run again after so long: it must not sleep past that."""
@@ -164,6 +171,7 @@ class Intake:
     def room_made(self) -> None:
         """A job has ended, or a result was stored."""
         if self._needs_room:
+            self._got_room = True
             self._stirred.set()
 
     async def hold(self, why: str, *, patience: float = HOLD_PATIENCE) -> bool:
@@ -208,7 +216,9 @@ class Intake:
             await self._wait_for_room()
             return None
         now = time.monotonic()
-        plan = self._lanes.plan(wanted, self._room_of, now) if self._listing_is_costly else None
+        plan = None
+        if self._listing_is_costly:
+            plan = self._lanes.plan(wanted, self._room_of, now, also_known=True)
         pause = self._listing_interval if plan or not self._listing_is_costly else self._costly_interval
         listing_is_due = now >= self._listed_at + pause
         woken = self._relist and plan is None
@@ -246,7 +256,6 @@ class Intake:
         self._claiming = True
         # Suspects are claimed beside this, and share the limits of handlers.
         self._in_flight.ask(call.token, call.plan.quotas.items())
-        sent_at = time.monotonic()
         try:
             claims = await self._store.claim(
                 limit=call.plan.limit,
@@ -262,9 +271,6 @@ class Intake:
                 fresh=fresh,
             )
             self._unanswered = None
-            if call.plan.lanes is not None:
-                # It is forgotten in time: the server may be another one by now.
-                self._quickest_claim = min(self._quickest_claim * 1.01, time.monotonic() - sent_at)
             self._fruitless = bool(call.plan.keys) and not claims
             if claims and self._listing_is_costly:
                 self._relist = True  # guess until nothing is found
@@ -322,15 +328,14 @@ class Intake:
         self._relist = False
         self._guessed = False
         self._listings += 1
-        last_took = self._last_listing
-        started = time.monotonic()
-        listed = await self._store.lanes(self._topics, self._settings.generations)
+        listing = await self._store.lanes(self._topics, self._settings.generations)
         now = time.monotonic()
-        self._lanes.refresh(listed, now)
+        self._lanes.refresh(listing, now)
         self._listed_at = now
-        took, self._last_listing = now - started, now - started
+        took = listing.took
         # One that had to wait for something else says nothing: the next one does.
-        cost = min(took, last_took) - self._quickest_claim
+        cost = min(took, self._last_listing)
+        self._last_listing = took
         self._listing_is_costly = cost > COSTLY_LISTING
         self._listing_interval = min(LISTING_INTERVAL, max(LISTING_INTERVAL_MIN, took / LISTING_SHARE))
         if self._listing_is_costly:
@@ -368,13 +373,21 @@ class Intake:
         self._needs_room = True
         self._stirred.clear()
         await self._sleep(self._settings.seconds("poll"))
-        self._needs_room = False
+        self._needs_room = self._got_room = False
 
     async def _rest(self) -> None:
         """No lane is worth asking: looks at them once more, and sleeps until one is due."""
         pause = 0.0 if self._guessed else self._nap / 2
-        if time.monotonic() - self._listed_at > (self._costly_interval if self._listing_is_costly else pause):
+        longest = self._nap
+        if self._listing_is_costly and not self._is_looking:
+            pause = self._costly_interval
+            longest = min(longest, COSTLY_NAP)
+        elif self._got_room:  # which tells nothing new about the lanes
+            pause = longest = max(pause, self._listing_interval)
+        if time.monotonic() - self._listed_at > pause:
             await self._list()
+        self._stirred.clear()
+        self._got_room = False
         now = time.monotonic()
         if self._lanes.plan(1, self._room_of, now) is not None and not self._fruitless:
             return
@@ -388,19 +401,22 @@ class Intake:
         if self._nap > HEARING_NAP:
             self._deaf = False
             await self._say_sleeping(True)
-        ends = [now + self._nap, *self._lanes.due_after(now)]
-        if self._listing_is_costly:
-            ends.append(self._listed_at + self._costly_interval)
-        nap = max(0.0, min(ends) - now)
-        self._nap = min(self._nap * 2, self._settings.seconds("poll"))
-        self._stirred.clear()
         if not self._relist:  # a wake-up may have come while this was busy falling asleep
-            await self._sleep(nap)
+            await self._sleep(max(0.0, min([now + longest, *self._lanes.due_after(now)]) - now))
         self._needs_room = False
+        if not self._got_room:
+            self._nap = min(self._nap * 2, self._settings.seconds("poll"))
         if self._listing_is_costly:
             self._relist = True
-        else:
+            self._mention_suspects_since(now)
+        elif not self._got_room:
             self._listed_at = 0.0
+
+    def _mention_suspects_since(self, then: float) -> None:
+        """Those that have become due since then: no listing comes to show them."""
+        suspects = self._lanes.suspects(time.monotonic())
+        if suspects != self._lanes.suspects(then):
+            self._suspects_due(suspects)
 
     async def _sleep(self, seconds: float) -> None:
         alarm = asyncio.get_running_loop().call_later(seconds, self._stirred.set)

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from uuid import UUID
 
     from pulse_outbox.handlers import Handler
@@ -198,7 +198,9 @@ class InFlight:
     Written by the event loop, read by the heart's thread: each method is one step under the interpreter's lock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, freed: Callable[[], None] = lambda: None) -> None:
+        self._freed = freed
+        """Called when a place of a topic has become free."""
         self._jobs: dict[Job, None] = {}
         self._by_topic: dict[str, int] = {}
         self._kept_for: dict[UUID, list[tuple[str, int]]] = {}
@@ -217,6 +219,8 @@ class InFlight:
     def reserve(self, topic: str, places: int) -> None:
         """Keeps places of a topic for somebody, or gives them back (below 0)."""
         self._by_topic[topic] = self._by_topic.get(topic, 0) + places
+        if places < 0:
+            self._freed()
 
     def ask(self, token: UUID, places: Iterable[tuple[str, int]] = ()) -> None:
         """Before a claim is sent, and sent again. The places that it may need are kept until its answer is read."""
@@ -244,6 +248,7 @@ class InFlight:
         for job in jobs:
             if self._jobs.pop(job, job) is None:
                 self._by_topic[job.claim.topic] -= 1
+        self._freed()
 
     def snapshot(self) -> list[Job]:
         """All of them at this moment."""

@@ -15,15 +15,15 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from datetime import datetime
 
-    from pulse_outbox.store import Claim, Lane
+    from pulse_outbox.store import Claim, Listing
 
 
 GUESSED_LANES = 3
 """Up to so many lanes it is quicker to ask them all than to have the claim list what there is …"""
-KNOWN_LANES = 50
+KNOWN_LANES = 200
 """… unless listing takes long: then of those that had work lately, so many."""
 LOOK_BACK = timedelta(seconds=1)
 """How far before the last claimed row a guess begins: most transactions are shorter."""
@@ -69,17 +69,18 @@ class Lanes:
         self._places: dict[LaneKey, _Place] = {}
         self._recent: list[LaneKey] = []
         self._known: dict[LaneKey, datetime] = {}
-        """When the last row claimed from a lane was due; the lane that was claimed from last is the last one."""
+        """Up to when a lane was looked at; the lane that was claimed from last is the last one."""
         self._turn = 0
 
-    def refresh(self, listed: Iterable[Lane], now: float) -> None:
+    def refresh(self, listing: Listing, now: float) -> None:
         """Starts again from a fresh listing."""
         self._places = {
             LaneKey(lane.topic, lane.generation, lane.lapses, lane.priority): _Place(
                 lane.next_run_at, lane.seq, now + lane.due_in
             )
-            for lane in listed
+            for lane in listing.lanes
         }
+        self._known = dict.fromkeys(self._known, listing.looked_at)
 
     def next_due(self) -> float | None:
         """When the first lane is due, on the monotonic clock; None when there is no work at all."""
@@ -93,17 +94,28 @@ class Lanes:
         """Due lanes of events whose lease has lapsed."""
         return [key for key, place in self._places.items() if key.lapses and place.due_at <= now]
 
-    def plan(self, limit: int, room: Callable[[str], int], now: float) -> ClaimPlan | None:
+    def plan(
+        self, limit: int, room: Callable[[str], int], now: float, *, also_known: bool = False
+    ) -> ClaimPlan | None:
         """A claim of up to *limit* events, the same share for every topic; None when no lane is worth asking.
 
-        *room* says how many more of a topic its handler could run.
+        *room* says how many more of a topic its handler could run. Where one is worth asking, those that are *also
+        known* are asked beside it.
         """
-        by_topic: dict[str, list[LaneKey]] = {}
-        for key, place in self._places.items():
-            if not key.lapses and not place.short and place.due_at <= now and room(key.topic) > 0:
-                by_topic.setdefault(key.topic, []).append(key)
-        if not by_topic or limit < 1:
+        places = {
+            key: place
+            for key, place in self._places.items()
+            if not key.lapses and not place.short and place.due_at <= now and room(key.topic) > 0
+        }
+        if not places or limit < 1:
             return None
+        if also_known:
+            for key, looked_at in self._known.items():
+                if key not in self._places and room(key.topic) > 0:
+                    places[key] = _Place(looked_at - LOOK_BACK, 0, due_at=0.0)
+        by_topic: dict[str, list[LaneKey]] = {}
+        for key in places:
+            by_topic.setdefault(key.topic, []).append(key)
         topics = sorted(by_topic)
         # Whose turn it is to be first goes round: with fewer places than topics everyone gets one in time.
         self._turn = (self._turn + 1) % len(topics)
@@ -113,11 +125,10 @@ class Lanes:
         keys = [
             key
             for topic in topics
-            for key in sorted(by_topic[topic], key=lambda key: (-key.priority, self._places[key].next_run_at))
+            for key in sorted(by_topic[topic], key=lambda key: (-key.priority, places[key].next_run_at))
         ]
         lanes = [
-            self._asked(key, quotas[key.topic], self._places[key].next_run_at, self._places[key].seq)
-            for key in keys
+            self._asked(key, quotas[key.topic], places[key].next_run_at, places[key].seq) for key in keys
         ]
         return ClaimPlan(limit=limit, lanes=lanes, keys=keys, quotas=quotas)
 

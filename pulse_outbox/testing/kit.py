@@ -447,8 +447,8 @@ class TestKit:
         """The next due event, if there is one."""
         await self._catch_up(link, store)
         while True:
-            lanes = await store.lanes(sorted(self.outbox.handlers))
-            for lane in _in_order(lane for lane in lanes if lane.due_in <= 0):
+            listing = await store.lanes(sorted(self.outbox.handlers))
+            for lane in _in_order(lane for lane in listing.lanes if lane.due_in <= 0):
                 asked = {**lane._asdict(), "quota": 1, "next_run_at": lane.next_run_at.isoformat()}
                 if claims := await self._claim(store, [asked]):
                     return claims[0]

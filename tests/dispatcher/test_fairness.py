@@ -8,10 +8,14 @@ from typing import Any
 from uuid import uuid4
 
 import psycopg
+import pytest
 
 from pulse_outbox import Dispatcher, Event, NewEvent, Outbox, RetryPolicy
+from pulse_outbox.dispatcher import intake
+from pulse_outbox.dispatcher.children import ChildSuspects
 from pulse_outbox.dispatcher.jobs import InFlight
-from pulse_outbox.store import Claim, Store
+from pulse_outbox.dispatcher.lanes import LaneKey
+from pulse_outbox.store import Claim, Listing, Store
 from tests.support.dispatching import Table, dispatching, drain
 from tests.support.waiting import wait_until_async
 
@@ -298,3 +302,72 @@ def test_places_are_kept_for_a_claim_whose_answer_was_lost():
 
     assert in_flight.answered(token)
     assert in_flight.of_topic("mail") == 0
+
+
+def test_places_that_nobody_keeps_any_more_are_announced():
+    """An event of a handler at its limit waits for them, and nothing else may wake the intake."""
+    freed: list[int] = []
+    in_flight = InFlight(freed=lambda: freed.append(in_flight.of_topic("mail")))
+    outbox = Outbox()
+    outbox.handler("mail", concurrency=1)(lambda event: None)
+    nothing: Any = None
+    suspects = ChildSuspects(
+        nothing,
+        target="",
+        dsn="",
+        schema="",
+        settings=Dispatcher(outbox, dsn="dbname=none").settings,
+        handlers=outbox.handlers,
+        in_flight=in_flight,
+        settler=nothing,
+        deliver=nothing,
+        condition=nothing,
+        tally=nothing,
+    )
+
+    for _ in range(3):
+        suspects.due([LaneKey("mail", 0, 1, 0)])
+    assert (in_flight.of_topic("mail"), freed) == (1, []), "kept, and told once more is nothing new"
+    suspects.due([])
+
+    assert freed == [0]
+
+
+async def test_jobs_that_end_are_no_reason_to_list_the_lanes_again(
+    dsn: str, table: Table, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+):
+    """While an event waits for its handler, every end of another one might have made room for it."""
+    listings: list[int] = []
+    really_ask = Store.lanes
+    may_end = [asyncio.Event() for _ in range(40)]
+    ended: list[int] = []
+
+    async def ask_and_count(self: Store, *args: Any, **options: Any) -> Listing:
+        listings.append(1)
+        return await really_ask(self, *args, **options)
+
+    @outbox.handler("slow", concurrency=1)
+    async def slow(event: Event[dict[str, int]]) -> None:
+        await may_end[-1].wait()
+
+    @outbox.handler("job")
+    async def job(event: Event[dict[str, int]]) -> None:
+        await may_end[event.payload["number"]].wait()
+        ended.append(event.payload["number"])
+
+    monkeypatch.setattr(Store, "lanes", ask_and_count)
+    monkeypatch.setattr(intake, "LISTING_INTERVAL_MIN", 1.0)
+    async with dispatching(outbox, dsn, poll=5):
+        await table.enqueue_many(outbox, [NewEvent("slow", {}), NewEvent("slow", {})])
+        await table.enqueue_many(outbox, [NewEvent("job", {"number": number}) for number in range(39)])
+        await table.until("status = 'RUNNING'", 40)
+        before = len(listings)
+        for number in range(39):
+            may_end[number].set()
+            while len(ended) <= number:
+                await asyncio.sleep(0.01)
+        made = len(listings) - before
+        may_end[-1].set()
+        await table.until("status = 'COMPLETED'", 41)
+
+    assert made < 10

@@ -14,7 +14,9 @@ import pytest
 from pulse_outbox import Event, NewEvent, Outbox
 from pulse_outbox.dispatcher import intake
 from pulse_outbox.dispatcher.lanes import KNOWN_LANES, ClaimPlan, Lanes
-from tests.support.dispatching import Table, dispatching
+from pulse_outbox.store import Lane, Listing, Store
+from tests.support.dispatching import Table, dispatching, drain
+from tests.support.waiting import wait_until_async
 
 DEAD = 20_000
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
@@ -47,7 +49,7 @@ async def held_back(dsn: str, table: Table):
 
 @pytest.fixture
 def costly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every listing counts as costly, from the second claim on."""
+    """Every listing counts as costly."""
     monkeypatch.setattr(intake, "COSTLY_LISTING", -1.0)
 
 
@@ -65,10 +67,16 @@ def listings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def list_hardly_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the next listing that counts as costly, another one would come too late for any test."""
+async def list_once_more(listings: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then no more: the next costly one would come too late for any test."""
+    seen = len(listings)
     monkeypatch.setattr(intake, "LISTING_INTERVAL", 3600.0)
     monkeypatch.setattr(intake, "LISTING_SHARE", 1e-9)
+
+    async def listed() -> bool:
+        return len(listings) > seen
+
+    await wait_until_async(listed)
 
 
 async def entries_read(table: Table) -> int:
@@ -108,9 +116,8 @@ async def test_what_a_guess_can_not_find_is_found_when_polling(
 
 
 async def test_limits_of_handlers_hold(
-    dsn: str, table: Table, costly, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+    dsn: str, table: Table, costly, listings: list[int], outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ):
-    list_hardly_ever(monkeypatch)
     running: list[int] = []
     most: list[int] = []
 
@@ -121,10 +128,12 @@ async def test_limits_of_handlers_hold(
         await asyncio.sleep(0.01)
         running.pop()
 
-    async with dispatching(outbox, dsn):
+    async with dispatching(outbox, dsn, poll=60):
         for round_ in range(1, 11):
             await table.enqueue_many(outbox, [NewEvent("job", {}) for _ in range(3)])
             await table.until("status = 'COMPLETED'", 3 * round_)
+            if round_ == 1:
+                await list_once_more(listings, monkeypatch)
 
     assert max(most) == 2
 
@@ -132,7 +141,7 @@ async def test_limits_of_handlers_hold(
 async def test_what_comes_while_a_handler_is_at_its_limit_runs_right_after_it(
     dsn: str, table: Table, costly, listings: list[int], outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(intake, "FIRST_NAP", 60.0)
+    monkeypatch.setattr(intake, "COSTLY_NAP", 60.0)
     first_may_end = asyncio.Event()
 
     @outbox.handler("job", concurrency=1)
@@ -143,15 +152,82 @@ async def test_what_comes_while_a_handler_is_at_its_limit_runs_right_after_it(
     async with dispatching(outbox, dsn, poll=60):
         await table.until_status(await table.enqueue(outbox, "job", {"number": 0}), "COMPLETED")
         await table.until_status(await table.enqueue(outbox, "job", {"number": 1}), "RUNNING")
-        seen = len(listings)
-        list_hardly_ever(monkeypatch)
-        while len(listings) == seen:
-            await asyncio.sleep(0.01)
-
+        await list_once_more(listings, monkeypatch)
         second = await table.enqueue(outbox, "job", {"number": 2})
         await asyncio.sleep(0.2)  # the wake-up has come, and there was no place
         first_may_end.set()
         await table.until_status(second, "COMPLETED")
+
+
+async def test_what_was_enqueued_for_later_starts_without_a_listing(
+    dsn: str, table: Table, costly, listings: list[int], outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+):
+    @outbox.handler("job")
+    async def job(event: Event[dict[str, Any]]) -> None: ...
+
+    async with dispatching(outbox, dsn, poll=60):
+        await table.until_status(await table.enqueue(outbox, "job"), "COMPLETED")
+        await list_once_more(listings, monkeypatch)
+        monkeypatch.setattr(intake, "FIRST_NAP", 60.0)
+        await table.until_status(await table.enqueue(outbox, "job"), "COMPLETED")
+        later = [await table.enqueue(outbox, "job", delay=delay) for delay in (0.5, 1)]
+        for event_id in later:
+            await table.until_status(event_id, "COMPLETED")
+
+
+async def test_another_topics_backlog_does_not_hide_what_is_known(
+    dsn: str, table: Table, costly, listings: list[int], outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+):
+    @outbox.handler("slow")
+    async def slow(event: Event[dict[str, Any]]) -> None:
+        await asyncio.sleep(0.05)
+
+    @outbox.handler("job")
+    async def job(event: Event[dict[str, Any]]) -> None: ...
+
+    async with dispatching(outbox, dsn, poll=60, concurrency=5, batch=5):
+        await table.until_status(await table.enqueue(outbox, "job"), "COMPLETED")
+        await table.enqueue_many(outbox, [NewEvent("slow", {}) for _ in range(300)])
+        await list_once_more(listings, monkeypatch)
+        await table.until_status(await table.enqueue(outbox, "job"), "COMPLETED")
+        assert await table.count("status = 'PENDING'") > 0
+
+
+async def test_a_burst_ends_at_once(dsn: str, costly, outbox: Outbox, monkeypatch: pytest.MonkeyPatch):
+    @outbox.handler("job")
+    async def job(event: Event[dict[str, Any]]) -> None: ...
+
+    monkeypatch.setattr(intake, "LISTING_INTERVAL", 3600.0)
+    monkeypatch.setattr(intake, "LISTING_SHARE", 1e-9)
+    with psycopg.connect(dsn) as conn:
+        outbox.enqueue_many(conn, [NewEvent("job", {}) for _ in range(3)])
+
+    await drain(outbox, dsn, within=10, poll=60)
+
+    with psycopg.connect(dsn) as conn:
+        assert conn.execute("select count(*) from pulse.outbox where status = 'COMPLETED'").fetchone() == (3,)
+
+
+async def test_only_the_servers_own_time_makes_a_listing_costly(
+    dsn: str, table: Table, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+):
+    """Else a handler that blocks the event loop would."""
+
+    @outbox.handler("job")
+    async def job(event: Event[dict[str, Any]]) -> None: ...
+
+    really_ask = Store.lanes
+
+    async def ask_and_dawdle(self: Store, *args: Any, **options: Any) -> Listing:
+        listing = await really_ask(self, *args, **options)
+        await asyncio.sleep(0.05)
+        return listing
+
+    monkeypatch.setattr(Store, "lanes", ask_and_dawdle)
+    async with dispatching(outbox, dsn) as dispatcher:
+        for _ in range(5):
+            await table.until_status(await table.enqueue(outbox, "job"), "COMPLETED")
+        assert not dispatcher._intake._listing_is_costly
 
 
 def claim(topic: str, due: datetime = NOON, priority: int = 0) -> Any:
@@ -182,6 +258,27 @@ def test_a_guess_asks_the_lanes_that_are_known_in_turn():
         ("a", 0, 4),
     ]
     assert (again.lanes or [])[1]["next_run_at"] == "2030-01-01T12:00:59+00:00"
+
+
+def test_a_listing_shows_up_to_when_all_is_known():
+    """A guess must not walk again over what died since the last claim."""
+    lanes = Lanes()
+    lanes.note(some(lanes.guess(10)), [claim("a"), claim("b")])
+    waiting = Lane("b", 0, 0, 0, NOON, 7, due_in=-60)
+
+    lanes.refresh(Listing([waiting], NOON + timedelta(minutes=1), 0.0), now=1.0)
+
+    again = some(lanes.guess_again(10, lambda topic: 10))
+    assert {lane["next_run_at"] for lane in again.lanes or []} == {"2030-01-01T12:00:59+00:00"}
+    plan = some(lanes.plan(10, lambda topic: 10, 2.0))
+    assert [(lane["topic"], lane["next_run_at"], lane["seq"]) for lane in plan.lanes or []] == [
+        ("b", "2030-01-01T12:00:00+00:00", 7)
+    ]
+    both = some(lanes.plan(10, lambda topic: 10, 2.0, also_known=True))
+    assert {lane["topic"]: lane["next_run_at"] for lane in both.lanes or []} == {
+        "a": "2030-01-01T12:00:59+00:00",
+        "b": "2030-01-01T12:00:00+00:00",
+    }
 
 
 def test_lanes_of_a_handler_at_its_limit_are_not_guessed_from():
