@@ -100,7 +100,7 @@ class Lanes:
         """A claim of up to *limit* events, the same share for every topic; None when no lane is worth asking.
 
         *room* says how many more of a topic its handler could run. Where one is worth asking, those that are *also
-        known* are asked beside it.
+        known* are asked before it.
         """
         places = {
             key: place
@@ -109,22 +109,26 @@ class Lanes:
         }
         if not places or limit < 1:
             return None
-        if also_known:
-            for key, looked_at in self._known.items():
-                if key not in self._places and room(key.topic) > 0:
-                    places[key] = _Place(looked_at - LOOK_BACK, 0, due_at=0.0)
-        by_topic: dict[str, list[LaneKey]] = {}
-        for key in places:
-            by_topic.setdefault(key.topic, []).append(key)
-        topics = sorted(by_topic)
+        topics = sorted({key.topic for key in places})
         # Whose turn it is to be first goes round: with fewer places than topics everyone gets one in time.
         self._turn = (self._turn + 1) % len(topics)
         topics = topics[self._turn :] + topics[: self._turn]
         share = -(-limit // len(topics))
         quotas = {topic: min(share, room(topic)) for topic in topics}
+        if also_known:
+            for key, looked_at in self._known.items():
+                if key not in self._places and room(key.topic) > 0:
+                    places[key] = _Place(looked_at - LOOK_BACK, 0, due_at=0.0)
+            # Mostly they have nothing, which must not cost the others a part of their share.
+            new = [topic for topic in dict.fromkeys(key.topic for key in places) if topic not in quotas]
+            share = -(-limit // (len(topics) + len(new)))
+            quotas = {topic: min(share, room(topic)) for topic in new} | quotas
+        by_topic: dict[str, list[LaneKey]] = {topic: [] for topic in quotas}
+        for key in places:
+            by_topic[key.topic].append(key)
         keys = [
             key
-            for topic in topics
+            for topic in quotas
             for key in sorted(by_topic[topic], key=lambda key: (-key.priority, places[key].next_run_at))
         ]
         lanes = [
