@@ -205,6 +205,15 @@ WORKLOADS = (
         quick={"count": 10_000},
     ),
     Workload(
+        name="enqueue-bulk-100kb",
+        title="Bulk enqueue of 100 kB of payload",
+        better="+rate",
+        entries=everyone,
+        run=enqueue,
+        sizes={"mode": "bulk", "count": 5000, "batch": 500, "seconds": 20.0, "payload": 100_000},
+        quick={"count": 500},
+    ),
+    Workload(
         name="producers-16",
         title="16 producers at once",
         better="+rate",
