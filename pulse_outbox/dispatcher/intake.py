@@ -113,7 +113,7 @@ class Intake:
         self._stirred = asyncio.Event()
         self._needs_room = False
         self._got_room = False
-        """The last rest ended because a place had become free."""
+        """The last rest ended because a place had become free, and nothing was claimed since."""
         self._nap = FIRST_NAP
         self._deaf = False
         self._window_at = 0.0
@@ -350,6 +350,7 @@ class Intake:
         if not claims:
             return
         self.nothing_due.clear()
+        self._got_room = False
         self._nap = FIRST_NAP_DEAF if self._deaf else FIRST_NAP
         self._tally.claimed += len(claims)
         lease = self._settings.seconds("lease")
@@ -383,7 +384,8 @@ class Intake:
             pause = self._costly_interval
             longest = min(longest, COSTLY_NAP)
         elif self._got_room:  # which tells nothing new about the lanes
-            pause = longest = max(pause, self._listing_interval)
+            pause = max(pause, self._listing_interval)
+            longest = min(longest, pause)
         if time.monotonic() - self._listed_at > pause:
             await self._list()
         self._stirred.clear()

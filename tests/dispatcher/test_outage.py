@@ -113,12 +113,16 @@ async def test_backends_terminated_at_random(dsn, outbox: Outbox, table: Table):
 async def test_a_claim_whose_answer_is_lost_in_an_outage(dsn, outbox: Outbox, table: Table):
     """FAULTS 9: even when all tries of the call are spent. A budget of one would die of being forgotten."""
     runs = Runs(outbox, retry=RetryPolicy(max_attempts=1))
-    async with proxied(dsn) as proxy, dispatching(outbox, proxy.dsn, lease=30, heartbeat=10, watchdog=10):
+    async with (
+        proxied(dsn) as proxy,
+        dispatching(outbox, proxy.dsn, lease=30, heartbeat=10, watchdog=10) as dispatcher,
+    ):
 
         async def sleeps() -> bool:
             return bool(await table.execute("select 1 from pulse.dispatcher where sleeping"))
 
         await wait_until_async(sleeps)
+        await dispatcher._intake.look_again()  # it has claimed for the first time, and found nothing
         proxy.lose_answer_to = b"outbox_claim"
         event_id = await table.enqueue(outbox, "job")
 
