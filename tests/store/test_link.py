@@ -14,7 +14,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 
-from pulse_outbox import EventNotFound, Outbox, SchemaError, TransitionRefused, embedded, schema
+from pulse_outbox import EventNotFound, NewEvent, Outbox, SchemaError, TransitionRefused, embedded, schema
 from pulse_outbox.errors import BadArgument
 from pulse_outbox.link import Link
 from pulse_outbox.storage_retry import CallTimedOut, StorageRetries, StorageRetry
@@ -372,3 +372,29 @@ async def test_large_payloads_come_whole_and_through_no_file(table: Table, open_
 
     await wait_until_async(counted)
     assert await table.execute(files) == before
+
+
+async def test_every_topic_is_data(table: Table, open_store):
+    """The topics of a claim are sent as one text: no character of a topic may end it, or be lost in it."""
+    topics = ['"', "\\", '\\"', ",", "{}", "NULL", " a ", "it's", "ä\n", "%s", "1"]
+    await table.enqueue_many(Outbox(), [NewEvent(topic, {}) for topic in topics])
+    store = open_store()
+
+    lanes = [lane.topic for lane in (await store.lanes(topics)).lanes]
+    claims = await store.claim(limit=100, topics=topics, budgets=list(range(2, 2 + len(topics))))
+
+    assert lanes == topics
+    assert {claim.topic: claim.max_attempts for claim in claims} == {
+        topic: number for number, topic in enumerate(topics, 2)
+    }
+
+
+async def test_a_lease_of_any_length(table: Table, open_store):
+    """Its time is sent as text: days, seconds and parts of one all count."""
+    await table.enqueue(Outbox(), "job")
+    lease = timedelta(days=2, seconds=3, microseconds=250_000)
+
+    [claim] = await open_store().claim(limit=1, topics=["job"], lease=lease)
+
+    [(given,)] = await table.execute("select lease_until - claimed_at from pulse.outbox")
+    assert (claim.topic, given) == ("job", lease)
