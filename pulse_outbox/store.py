@@ -266,10 +266,10 @@ class Store:
         return await self._settle(
             "outbox_fail",
             [failure.held for failure in failures],
-            p_errors=[failure.error for failure in failures],
-            p_failures=[json.dumps(failure.failure) for failure in failures],
-            p_delays=[failure.delay for failure in failures],
-            p_terminal=[failure.terminal for failure in failures],
+            p_errors=_array_text(failure.error for failure in failures),
+            p_failures=_array_text(json.dumps(failure.failure) for failure in failures),
+            p_delays=_array_text(_interval(failure.delay) for failure in failures),
+            p_terminal=_array_text(failure.terminal for failure in failures),
             p_now=now,
         )
 
@@ -277,7 +277,9 @@ class Store:
         self, held: Sequence[Held], delays: Sequence[timedelta], *, now: datetime | None = None
     ) -> dict[UUID, Answer]:
         """RUNNING → RETRYING without spending the attempt; the answer is about those that are not settled."""
-        return await self._settle("outbox_snooze", held, p_delays=list(delays), p_now=now)
+        return await self._settle(
+            "outbox_snooze", held, p_delays=_array_text(map(_interval, delays)), p_now=now
+        )
 
     async def release(self, held: Sequence[Held], *, now: datetime | None = None) -> dict[UUID, Answer]:
         """RUNNING → where it came from; the answer is about those that are not settled."""
@@ -597,20 +599,24 @@ _priority = itemgetter(Claim._fields.index("priority"))
 _due_order = itemgetter(Claim._fields.index("next_run_at"), Claim._fields.index("seq"))
 
 
-# What a dispatcher says anew with each claim, as text that is made once: after a pause, psycopg would take a tenth of the
-# whole claim's time over it.
+# psycopg takes long over lists and intervals: 70 µs for those of one failure, 20 µs for those that every claim repeats,
+# and three times as long after a pause, when an event that comes alone waits for it.
 
 
 def _array(values: Sequence[str] | Sequence[int] | None) -> str | None:
-    return None if values is None else _array_text(tuple(values))
+    """The text of an array that is sent again and again."""
+    return None if values is None else _known_array(tuple(values))
 
 
 @functools.lru_cache(maxsize=64)
-def _array_text(values: tuple[str | int, ...]) -> str:
+def _known_array(values: tuple[str | int, ...]) -> str:
+    return _array_text(values)
+
+
+def _array_text(values: Iterable[str | int]) -> str:
     escaped = (str(value).replace("\\", r"\\").replace('"', r"\"") for value in values)
-    return "{" + ",".join(f'"{value}"' for value in escaped) + "}"
+    return "{" + ",".join([f'"{value}"' for value in escaped]) + "}"
 
 
-@functools.lru_cache(maxsize=64)
 def _interval(value: timedelta) -> str:
     return f"{value.days} days {value.seconds} seconds {value.microseconds} microseconds"

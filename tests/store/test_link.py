@@ -398,3 +398,34 @@ async def test_a_lease_of_any_length(table: Table, open_store):
 
     [(given,)] = await table.execute("select lease_until - claimed_at from pulse.outbox")
     assert (claim.topic, given) == ("job", lease)
+
+
+async def test_every_error_is_data(table: Table, open_store):
+    """Errors and failures of a whole batch are sent as texts: each comes back as it was, with its own delay."""
+    errors = ['"', "\\", '\\"', ",", "{}", "NULL", "", " a ", "it's", "ä\n\t", "%s"]
+    await table.enqueue_many(Outbox(), [NewEvent("job", number) for number in range(len(errors))])
+    store = open_store()
+    claims = sorted(await store.claim(limit=100, topics=["job"]), key=lambda claim: int(claim.payload))
+
+    failures = [
+        Failure(
+            held=claim,
+            error=error,
+            failure={"rule": error},
+            delay=timedelta(seconds=number, microseconds=number),
+            terminal=number % 2 == 0,
+        )
+        for number, (claim, error) in enumerate(zip(claims, errors, strict=True), 1)
+    ]
+    await store.fail(failures)
+
+    rows = await table.execute(
+        "select last_error, last_failure ->> 'rule' as rule, status::text = 'DEAD_LETTERED' as dead, "
+        "       next_run_at - first_failed_at as delay from pulse.outbox order by seq"
+    )
+    assert [(row.last_error, row.rule, row.dead) for row in rows] == [
+        (error, error, number % 2 == 0) for number, error in enumerate(errors, 1)
+    ]
+    assert [row.delay for row in rows if not row.dead] == [
+        failure.delay for failure in failures if not failure.terminal
+    ]
