@@ -446,7 +446,33 @@ def _walk_object(path: str, value: object, ancestors: tuple[int, ...]) -> str | 
             parts = {}
         fault = _first(_walk(f"{path}.{name}", item, ancestors) for name, item in parts.items())
         return fault or f"{_short(path)}: {_type_name(value)} can't be written as JSON"
-    return _walk(path, written, ancestors)
+    return _walk(path, written, ancestors) or _number_lost(path, value, written)
+
+
+def _number_lost(path: str, value: object, written: object) -> str | None:
+    """Where pydantic wrote null for NaN or infinity, as it does in fields that say nothing about numbers."""
+    if written is None:
+        is_lost = isinstance(value, float | Decimal) and not math.isfinite(value)
+        return f"{_short(path)}: NaN and infinity are not JSON" if is_lost else None
+    if isinstance(written, list):
+        items = zip(value, written, strict=False) if isinstance(value, list | tuple) else ()
+        return _first(_number_lost(f"{path}[{n}]", *pair) for n, pair in enumerate(items))
+    if not isinstance(written, dict):
+        return None
+    parts: dict[Any, object] = {}
+    if isinstance(value, BaseModel):
+        for name, part in value:
+            field = type(value).model_fields.get(name)
+            parts[name] = part
+            if field is not None:
+                parts |= {field.alias: part, field.serialization_alias: part}
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: getattr(value, field.name, None) for field in fields(value)}
+    elif isinstance(value, Mapping):
+        parts = dict(value)
+    return _first(
+        _number_lost(f"{path}.{name}", parts[name], item) for name, item in written.items() if name in parts
+    )
 
 
 def _mapping_as_dict(value: object) -> object:

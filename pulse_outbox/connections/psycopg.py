@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psycopg
@@ -79,8 +79,8 @@ class PsycopgRoute:
                 for part in copy.parts:
                     writing.write(part)
         except BaseException as error:
-            if _is_copying(self._connection):
-                with contextlib.suppress(psycopg.Error):
+            with _free_or_closed(self._connection) as is_copying:
+                if is_copying:
                     writer.finish(error)
             raise
 
@@ -122,8 +122,8 @@ class AsyncPsycopgRoute:
                 for part in copy.parts:
                     await writing.write(part)
         except BaseException as error:
-            if _is_copying(self._connection):
-                with contextlib.suppress(psycopg.Error):
+            with _free_or_closed(self._connection) as is_copying:
+                if is_copying:
                     await writer.finish(error)
             raise
 
@@ -189,8 +189,21 @@ class _Sending:
 Connection = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
 
 
-def _is_copying(connection: Connection) -> bool:
-    """Interrupted while it begins a COPY, psycopg lets it begin and does not end it: the connection would stay busy."""
+@contextlib.contextmanager
+def _free_or_closed(connection: Connection) -> Iterator[bool]:
+    """Says whether an interrupted COPY still goes on. If it does so in the end, the connection is closed.
+
+    Interrupted while it begins a COPY, psycopg lets it begin and does not end it: the connection would stay busy.
+    """
+    try:
+        with contextlib.suppress(psycopg.Error):
+            yield _is_busy(connection)
+    finally:
+        if _is_busy(connection):
+            connection.pgconn.finish()
+
+
+def _is_busy(connection: Connection) -> bool:
     return connection.pgconn.transaction_status == TransactionStatus.ACTIVE
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 
 import psycopg
 import pytest
@@ -12,7 +13,7 @@ from psycopg import sql
 from psycopg.pq import TransactionStatus
 
 from pulse_outbox import NewEvent, Outbox
-from tests.support.waiting import wait_until_async
+from tests.support.waiting import wait_until, wait_until_async
 
 outbox = Outbox()
 
@@ -90,6 +91,42 @@ async def test_cancelled_at_any_moment_the_connection_can_be_used_after_a_rollba
         assert conn.info.transaction_status != TransactionStatus.ACTIVE
         await conn.rollback()
         await conn.execute("select 1")
+
+
+def test_interrupted_after_its_end_was_sent_the_connection_is_not_left_busy(dsn: str, at_row_200):
+    """Soft time limits raise from a signal handler, wherever the code is."""
+
+    class TimeIsUp(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise TimeIsUp
+
+    at_row_200("perform pg_sleep(30);")
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    with psycopg.connect(dsn, autocommit=True) as other, psycopg.connect(dsn) as conn:
+
+        def waits() -> bool:
+            found = other.execute(
+                "select from pg_stat_activity where pid = %s and wait_event = 'PgSleep'",
+                [conn.info.backend_pid],
+            )
+            return found.rowcount == 1
+
+        def strike() -> None:
+            wait_until(waits)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+        thread = threading.Thread(target=strike)
+        thread.start()
+        try:
+            with pytest.raises(TimeIsUp):
+                outbox.enqueue_many(conn, [NewEvent("t", {"n": n}) for n in range(201)])
+        finally:
+            thread.join()
+            signal.signal(signal.SIGUSR1, before)
+
+        assert conn.info.transaction_status != TransactionStatus.ACTIVE
 
 
 async def test_a_cancellation_stays_one_when_the_server_hangs(dsn: str, at_row_200):

@@ -20,6 +20,16 @@ from pulse_outbox.events import MAX_DEPTH, encode_headers, encode_payload
 nan = float("nan")
 
 
+class Anything(BaseModel):
+    """Of a field without a type pydantic writes NaN as null."""
+
+    value: Any
+
+
+class Renamed(BaseModel):
+    value: Any = Field(validation_alias="given", serialization_alias="written")
+
+
 class Item(BaseModel):
     sku: str
     price: float | None = None
@@ -72,6 +82,10 @@ def cycle() -> Any:
         ),
         (RootModel[list[float]]([1.0, nan]), "payload[1]: NaN"),
         (Parcel(weight=nan), "payload.weight: NaN"),
+        (Anything(value=nan), "payload.value: NaN"),
+        (Anything(value={"a": [None, (1, float("inf"))]}), "payload.value.a[1][1]: NaN"),
+        ({"deep": [Anything(value=Parcel(weight=nan))]}, "payload.deep[0].value.weight: NaN"),
+        (Renamed(given=nan), "payload.written: NaN"),
         ({"n": 10**4300}, "payload.n: an integer of more than 4,300 digits"),
         ({"n": [-(10**5000)]}, "payload.n[0]: an integer of more than 4,300 digits"),
         ({"a": [{1: 2}]}, "payload.a[0]: a key is int"),
