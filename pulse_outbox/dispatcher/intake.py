@@ -31,6 +31,9 @@ AHEAD = 0.1
 AHEAD_BATCHES = 4
 RATE_WINDOW = 0.5
 RATE_SAMPLE = 0.02
+BREATH = 1.0
+"""So often nothing is claimed ahead until some slots are free, in seconds: a budget of one is claimed for a free slot
+only, and would never be while others are claimed ahead."""
 LONGEST_WAIT = 0.3
 """After so long in memory, what exceeds AHEAD goes back, in seconds."""
 LISTING_INTERVAL = 1.0
@@ -101,6 +104,8 @@ class Intake:
         self._suspects_due = suspects_due
         self._lanes = Lanes()
         self._listed_at = 0.0
+        self._known_asked_at = 0.0
+        """When the known lanes were last asked beside a backlog: where lanes are listed less often than is best."""
         self._listing_interval = 0.0
         self._listing_is_costly = False
         self._costly_interval = 0.0
@@ -119,6 +124,7 @@ class Intake:
         self._window_at = 0.0
         self._window_claimed = 0
         self._ends = deque([(time.monotonic(), 0)])
+        self._breath_at = 0.0
         self.nothing_due = asyncio.Event()
         """Set while the last listing showed nothing that could run now."""
         self._listings = 0
@@ -217,8 +223,11 @@ class Intake:
             return None
         now = time.monotonic()
         plan = None
-        if self._listing_is_costly:
-            plan = self._lanes.plan(wanted, self._room_of, now, also_known=True)
+        if self._listing_interval > LISTING_INTERVAL_MIN:
+            also_known = now >= self._known_asked_at + LISTING_INTERVAL_MIN
+            plan = self._lanes.plan(wanted, self._room_of, now, also_known=also_known)
+            if plan and also_known:
+                self._known_asked_at = now
         pause = self._listing_interval if plan or not self._listing_is_costly else self._costly_interval
         listing_is_due = now >= self._listed_at + pause
         woken = self._relist and plan is None
@@ -294,6 +303,8 @@ class Intake:
             return 0  # the database does not take results: do not add to them
         free = self._slots.free
         ahead = int(min(self._completion_rate() * AHEAD, AHEAD_BATCHES * self._settings.batch))
+        if time.monotonic() >= self._breath_at:
+            ahead = 0
         room = free + max(0, ahead - self._slots.waiting)
         # Whole batches once there is work ahead: claims are cheaper by the dozen.
         if not free and room < min(self._settings.batch, ahead // 2):
@@ -301,7 +312,7 @@ class Intake:
         return min(self._settings.batch, room)
 
     def _room_of(self, topic: str) -> int:
-        """How many more of a topic could run: its handler's limit, and the connections that transactions share."""
+        """How many more of a topic may be claimed: by its handler's limit, its budget, and what transactions share."""
         handler = self._handlers[topic]
         room = self._settings.batch
         if handler.concurrency is not None:
@@ -309,6 +320,9 @@ class Intake:
         if handler.transactional:
             used = sum(self._in_flight.of_topic(other) for other in self._transactional)
             room = min(room, -(-(TRANSACTIONS - used) // len(self._transactional)))
+        if handler.retry.max_attempts == 1:
+            # Never claimed ahead: a lane that was asked for more than can start would look as if it had nothing left.
+            room = min(room, self._slots.free)
         return room
 
     def _completion_rate(self) -> float:
@@ -347,6 +361,9 @@ class Intake:
 
     def _take_in(self, claims: Sequence[Claim], call: _ClaimCall) -> None:
         ours = self._in_flight.answered(call.token)
+        urgent = [claim.max_attempts for claim in claims].count(1)
+        if call.slots and not urgent:
+            self._breath_at = time.monotonic() + BREATH
         if not claims:
             return
         self.nothing_due.clear()
@@ -363,9 +380,8 @@ class Intake:
                 self._settler.add(Released(job))
             return
         # A budget of one must not wait in memory: those were claimed for slots that are free, and go first.
-        urgent = [job for job in jobs if job.claim.max_attempts == 1]
         if urgent:
-            jobs = urgent + [job for job in jobs if job.claim.max_attempts != 1]
+            jobs.sort(key=lambda job: job.claim.max_attempts != 1)
         self._slots.add(jobs)
 
     # When

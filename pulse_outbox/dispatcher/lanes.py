@@ -27,6 +27,8 @@ KNOWN_LANES = 200
 """… unless listing takes long: then of those that had work lately, so many."""
 LOOK_BACK = timedelta(seconds=1)
 """How far before the last claimed row a guess begins: most transactions are shorter."""
+LISTED_LOOK_BACK = timedelta(seconds=10)
+"""How far before a listing: the first guess after it is to find what longer ones had not committed by then."""
 
 
 class LaneKey(NamedTuple):
@@ -80,7 +82,8 @@ class Lanes:
             )
             for lane in listing.lanes
         }
-        self._known = dict.fromkeys(self._known, listing.looked_at)
+        seen = listing.looked_at - LISTED_LOOK_BACK
+        self._known = {key: max(looked_at, seen) for key, looked_at in self._known.items()}
 
     def next_due(self) -> float | None:
         """When the first lane is due, on the monotonic clock; None when there is no work at all."""
@@ -100,7 +103,7 @@ class Lanes:
         """A claim of up to *limit* events, the same share for every topic; None when no lane is worth asking.
 
         *room* says how many more of a topic its handler could run. Where one is worth asking, those that are *also
-        known* are asked before it.
+        known* are asked before it, whatever the last listing and the claims since then showed of them.
         """
         places = {
             key: place
@@ -117,8 +120,12 @@ class Lanes:
         quotas = {topic: min(share, room(topic)) for topic in topics}
         if also_known:
             for key, looked_at in self._known.items():
-                if key not in self._places and room(key.topic) > 0:
-                    places[key] = _Place(looked_at - LOOK_BACK, 0, due_at=0.0)
+                if key in places or room(key.topic) < 1:
+                    continue
+                place = self._places.get(key)
+                if place is None or not place.short:  # not listed, or with something for later only
+                    place = _Place(looked_at - LOOK_BACK, 0, due_at=0.0)
+                places[key] = place
             # Mostly they have nothing, which must not cost the others a part of their share.
             new = [topic for topic in dict.fromkeys(key.topic for key in places) if topic not in quotas]
             share = -(-limit // (len(topics) + len(new)))
@@ -182,7 +189,7 @@ class Lanes:
                 del self._known[next(iter(self._known))]
         for key, last in last_of.items():
             if place := self._places.get(key):
-                place.next_run_at, place.seq = last.next_run_at, last.seq + 1
+                place.next_run_at, place.seq, place.short = last.next_run_at, last.seq + 1, False
         if not plan.keys:
             self._note_guess(plan, last_of, Counter(claim.topic for claim in claims))
         elif len(claims) < plan.limit:

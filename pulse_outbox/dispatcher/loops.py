@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from pulse_outbox.dispatcher.state import Condition
 
 FIRST_PAUSE = 0.1
-LONGEST_PAUSE = 5.0
+LONGEST_PAUSE = 2.0
+GOOD_RUN = 5.0
+"""After having gone well for so long, in seconds, an error is the first one again."""
 
 
 async def keep_going(
@@ -31,7 +33,7 @@ async def keep_going(
             text = describe_error(error)
             if condition.complain(subject, f"{subject}: {text}"):
                 log.warning("outbox.loop_failed", loop=subject, error=text)
-        if time.monotonic() - started > LONGEST_PAUSE:
+        if time.monotonic() - started > GOOD_RUN:
             pause = first_pause
         await asyncio.sleep(pause)
         pause = min(pause * 2, LONGEST_PAUSE)
