@@ -20,9 +20,6 @@ SETTINGS = {
     # A server's, not a laptop's: neither memory nor checkpoints are what is measured here.
     "shared_buffers": "1GB",
     "max_wal_size": "8GB",
-    # A server that has been up for a while writes into old segments of its log; a new one makes each anew, which takes
-    # a tenth of the time of a drain.
-    "min_wal_size": "4GB",
     "max_connections": "200",
     # Beside a run nothing of an earlier one is to be written.
     "checkpoint_timeout": "30min",
