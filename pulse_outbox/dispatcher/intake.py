@@ -32,8 +32,8 @@ AHEAD_BATCHES = 4
 RATE_WINDOW = 0.5
 RATE_SAMPLE = 0.02
 BREATH = 1.0
-"""So often nothing is claimed ahead until some slots are free, in seconds: a budget of one is claimed for a free slot
-only, and would never be while others are claimed ahead."""
+"""So often nothing is claimed until a slot is free, in seconds: a budget of one is claimed for a free slot only, and
+none ever is while others are claimed ahead."""
 LONGEST_WAIT = 0.3
 """After so long in memory, what exceeds AHEAD goes back, in seconds."""
 LISTING_INTERVAL = 1.0
@@ -302,9 +302,9 @@ class Intake:
         if len(self._settler) >= 4 * self._settings.batch:
             return 0  # the database does not take results: do not add to them
         free = self._slots.free
+        if not free and time.monotonic() >= self._breath_at:
+            return 0
         ahead = int(min(self._completion_rate() * AHEAD, AHEAD_BATCHES * self._settings.batch))
-        if time.monotonic() >= self._breath_at:
-            ahead = 0
         room = free + max(0, ahead - self._slots.waiting)
         # Whole batches once there is work ahead: claims are cheaper by the dozen.
         if not free and room < min(self._settings.batch, ahead // 2):
