@@ -31,7 +31,7 @@ AHEAD = 0.1
 AHEAD_BATCHES = 4
 RATE_WINDOW = 0.5
 RATE_SAMPLE = 0.02
-BREATH = 1.0
+BREATH = 2.0
 """So often nothing is claimed until a slot is free, in seconds: a budget of one is claimed for a free slot only, and
 none ever is while others are claimed ahead."""
 LONGEST_WAIT = 0.3
