@@ -125,6 +125,8 @@ class Intake:
         self._window_claimed = 0
         self._ends = deque([(time.monotonic(), 0)])
         self._breath_at = 0.0
+        self._urgent = False
+        """The last claim that could, brought budgets of one: nothing is claimed ahead, so that they get their share."""
         self.nothing_due = asyncio.Event()
         """Set while the last listing showed nothing that could run now."""
         self._listings = 0
@@ -304,7 +306,9 @@ class Intake:
         free = self._slots.free
         if not free and time.monotonic() >= self._breath_at:
             return 0
-        ahead = int(min(self._completion_rate() * AHEAD, AHEAD_BATCHES * self._settings.batch))
+        ahead = 0
+        if not self._urgent:
+            ahead = int(min(self._completion_rate() * AHEAD, AHEAD_BATCHES * self._settings.batch))
         room = free + max(0, ahead - self._slots.waiting)
         # Whole batches once there is work ahead: claims are cheaper by the dozen.
         if not free and room < min(self._settings.batch, ahead // 2):
@@ -362,8 +366,10 @@ class Intake:
     def _take_in(self, claims: Sequence[Claim], call: _ClaimCall) -> None:
         ours = self._in_flight.answered(call.token)
         urgent = [claim.max_attempts for claim in claims].count(1)
-        if call.slots and not urgent:
-            self._breath_at = time.monotonic() + BREATH
+        if call.slots:
+            self._urgent = urgent > 0
+            if not urgent:
+                self._breath_at = time.monotonic() + BREATH
         if not claims:
             return
         self.nothing_due.clear()

@@ -85,7 +85,7 @@ def cycle() -> Any:
         (Anything(value=nan), "payload.value: NaN"),
         (Anything(value={"a": [None, (1, float("inf"))]}), "payload.value.a[1][1]: NaN"),
         ({"deep": [Anything(value=Parcel(weight=nan))]}, "payload.deep[0].value.weight: NaN"),
-        (Renamed(given=nan), "payload.written: NaN"),
+        (Renamed.model_validate({"given": nan}), "payload.written: NaN"),
         ({"n": 10**4300}, "payload.n: an integer of more than 4,300 digits"),
         ({"n": [-(10**5000)]}, "payload.n[0]: an integer of more than 4,300 digits"),
         ({"a": [{1: 2}]}, "payload.a[0]: a key is int"),
