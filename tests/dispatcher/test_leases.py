@@ -314,18 +314,12 @@ async def test_a_lease_that_ran_out_unnoticed_is_not_run(dsn, outbox: Outbox, ta
         runs.append(event.lease_seq)
 
     async with proxied(dsn) as proxy, dispatching(outbox, proxy.dsn) as dispatcher:
-
-        async def sleeps() -> bool:
-            return bool(await table.execute("select 1 from pulse.dispatcher where sleeping"))
-
-        await wait_until_async(sleeps)
-        await dispatcher._intake.look_again()  # it has claimed for the first time, and found nothing
         proxy.lose_answer_to = b"outbox_claim"
+        proxy.lose_only_rows = proxy.refuse_once_lost = True
         event_id = await table.enqueue(outbox, "job")
 
         async def lost() -> bool:
-            proxy.refuse = proxy.lost_answers > 0
-            return proxy.refuse
+            return proxy.lost_answers == 1
 
         await wait_until_async(lost)
         row = await table.row(event_id)
@@ -355,19 +349,18 @@ async def test_what_a_claim_took_does_not_lapse_while_its_answer_can_not_be_had(
         runs.append(event.lease_seq)
 
     times = {"lease": 3, "heartbeat": 1, "watchdog": 1}
-    async with proxied(dsn) as proxy, dispatching(outbox, proxy.dsn, **times) as dispatcher:
+    async with proxied(dsn) as proxy, dispatching(outbox, proxy.dsn, **times):
 
-        async def sleeps() -> bool:
-            return bool(await table.execute("select 1 from pulse.dispatcher where sleeping"))
+        async def has_a_connection() -> bool:
+            return bool(await table.execute("select 1 from pulse.dispatcher"))
 
-        await wait_until_async(sleeps)
-        await dispatcher._intake.look_again()
+        await wait_until_async(has_a_connection)
         proxy.lose_answer_to = b"outbox_claim"
+        proxy.lose_only_rows = proxy.refuse_once_lost = True
         event_id = await table.enqueue(outbox, "job", max_attempts=1)
 
         async def lost() -> bool:
-            proxy.refuse = proxy.lost_answers > 0
-            return proxy.refuse
+            return proxy.lost_answers == 1
 
         await wait_until_async(lost)
         await table.until("status = 'PENDING' and attempts = 0 and lease_seq = 1", 1, within=15)

@@ -115,20 +115,14 @@ async def test_a_claim_whose_answer_is_lost_in_an_outage(dsn, outbox: Outbox, ta
     runs = Runs(outbox, retry=RetryPolicy(max_attempts=1))
     async with (
         proxied(dsn) as proxy,
-        dispatching(outbox, proxy.dsn, lease=30, heartbeat=10, watchdog=10) as dispatcher,
+        dispatching(outbox, proxy.dsn, lease=30, heartbeat=10, watchdog=10),
     ):
-
-        async def sleeps() -> bool:
-            return bool(await table.execute("select 1 from pulse.dispatcher where sleeping"))
-
-        await wait_until_async(sleeps)
-        await dispatcher._intake.look_again()  # it has claimed for the first time, and found nothing
         proxy.lose_answer_to = b"outbox_claim"
+        proxy.lose_only_rows = proxy.refuse_once_lost = True
         event_id = await table.enqueue(outbox, "job")
 
         async def lost() -> bool:
-            proxy.refuse = proxy.lost_answers > 0
-            return proxy.refuse
+            return proxy.lost_answers == 1
 
         await wait_until_async(lost)
         proxy.cut()

@@ -32,6 +32,10 @@ class Proxy:
         self._frozen: set[int] = set()
         self.lose_answer_to: bytes | None = None
         """The first request with these bytes reaches the server; instead of its answer the connection is cut."""
+        self.lose_only_rows = False
+        """An answer without rows passes, the next one is lost instead: that of a claim that took something, say."""
+        self.refuse_once_lost = False
+        """With the answer everything is lost: from then on new connections are refused."""
         self.lost_answers = 0
         self.refuse = False
         """New connections are closed at once."""
@@ -77,7 +81,7 @@ class Proxy:
             up_reader, up_writer = await asyncio.open_connection(self._host, self._port)
         number = next(self._numbers)
         self._starts[number] = b""
-        losing = False
+        losing: bytes | None = None
         prepared: dict[bytes, bytes] = {}
 
         def is_it(data: bytes) -> bool:
@@ -97,15 +101,18 @@ class Proxy:
                     continue
                 prepared.update(_PREPARE.findall(data))
                 if is_it(data):
-                    self.lose_answer_to = None
-                    losing = True
+                    losing, self.lose_answer_to = self.lose_answer_to, None
                 up_writer.write(data)
                 await up_writer.drain()
 
         async def downward() -> None:
+            nonlocal losing
             while data := await up_reader.read(65536):
+                if losing and self.lose_only_rows and b"SELECT 0\0" in data:
+                    losing, self.lose_answer_to = None, losing
                 if losing:
                     self.lost_answers += 1
+                    self.refuse = self.refuse or self.refuse_once_lost
                     return  # the server has done its work, and nobody will hear of it
                 if self.frozen or number in self._frozen:
                     continue
