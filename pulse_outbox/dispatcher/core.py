@@ -17,7 +17,7 @@ from pulse_outbox.alerts import Alerts
 from pulse_outbox.dispatcher import care, sentry, systemd
 from pulse_outbox.dispatcher.children import ChildSuspects
 from pulse_outbox.dispatcher.health import Health
-from pulse_outbox.dispatcher.heap import frozen_heap
+from pulse_outbox.dispatcher.heap import quiet_collector
 from pulse_outbox.dispatcher.heart import Heart
 from pulse_outbox.dispatcher.intake import STOPPING, Intake
 from pulse_outbox.dispatcher.jobs import InFlight, Released
@@ -108,9 +108,10 @@ class Dispatcher:
     def run(self) -> None:
         """Runs until SIGTERM or SIGINT; a second signal ends the process at once.
 
-        The process is its own: meanwhile the garbage collector does not look at what was loaded before.
+        The process is its own: meanwhile the garbage collector does not look at what was loaded before, and more
+        rarely at what is new.
         """
-        with frozen_heap(), asyncio.Runner() as runner:
+        with quiet_collector(), asyncio.Runner() as runner:
             loop = runner.get_loop()
             running = loop.create_task(self._run_with_signals())
             while not running.done():

@@ -1,4 +1,4 @@
-"""A dispatcher that has the process for itself spares the garbage collector what was loaded before."""
+"""A dispatcher that has the process for itself spares the garbage collector what was loaded before, and haste."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import psycopg
+import pytest
 
-from pulse_outbox.dispatcher.heap import frozen_heap
+from pulse_outbox.dispatcher.heap import quiet_collector
 
 APPLICATION = """
 import gc, sys
@@ -29,7 +30,7 @@ def test_only_what_was_there_is_frozen_and_until_the_end():
     class Node:
         other: Node
 
-    with frozen_heap():
+    with quiet_collector():
         frozen = gc.get_freeze_count()
         node = Node()
         node.other = node
@@ -43,11 +44,24 @@ def test_only_what_was_there_is_frozen_and_until_the_end():
 def test_what_an_application_has_frozen_stays_so():
     gc.freeze()
     try:
-        with frozen_heap():
+        with quiet_collector():
             pass
         assert gc.get_freeze_count() > 1000
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize(("own", "meanwhile"), [(700, 5000), (20_000, 20_000), (0, 0)])
+def test_the_collector_looks_at_new_objects_less_often_unless_it_was_told_to(own: int, meanwhile: int):
+    """Zero: an application has switched it off."""
+    before = gc.get_threshold()
+    gc.set_threshold(own, 11, 12)
+    try:
+        with quiet_collector():
+            assert gc.get_threshold() == (meanwhile, 11, 12)
+        assert gc.get_threshold() == (own, 11, 12)
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_a_dispatcher_freezes_while_it_runs(dsn):

@@ -12,7 +12,7 @@ import structlog
 
 from benchmarks.driver import Run, Task, main, payload_of
 from pulse_outbox import Dispatcher, Event, NewEvent, Outbox, RetryPolicy, TerminalHandlerError
-from pulse_outbox.dispatcher.heap import frozen_heap
+from pulse_outbox.dispatcher.heap import quiet_collector
 from pulse_outbox.schema import migrate
 
 TOPIC = "bench"
@@ -53,7 +53,7 @@ class Ours:
                 [row] = await cursor.fetchall()
                 return bool(row[0])
 
-            with frozen_heap():  # as `Dispatcher.run` does
+            with quiet_collector():  # as `Dispatcher.run` does
                 await run.until_over(unsettled)
         dispatcher.stop()
         await running
