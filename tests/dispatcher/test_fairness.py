@@ -439,3 +439,39 @@ async def test_jobs_that_end_are_no_reason_to_list_the_lanes_again(
         await table.until("status = 'COMPLETED'", 41)
 
     assert made < 10
+
+
+async def test_a_quiet_topic_is_asked_for_between_two_listings(
+    dsn: str, table: Table, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+):
+    """Beside a backlog: a listing that takes a few milliseconds comes only every half second."""
+    order = ""
+    really_ask = Store.lanes
+
+    async def ask_slowly(self: Store, *args: Any, **options: Any) -> Listing:
+        nonlocal order
+        order += "L"
+        return (await really_ask(self, *args, **options))._replace(took=0.009)
+
+    @outbox.handler("hot")
+    async def hot(event: Event) -> None:
+        await asyncio.sleep(0.01)
+
+    @outbox.handler("quiet")
+    async def quiet(event: Event) -> None:
+        nonlocal order
+        order += "q"
+
+    monkeypatch.setattr(Store, "lanes", ask_slowly)
+    await table.enqueue_many(outbox, [NewEvent("hot", {}) for _ in range(6000)])
+    async with dispatching(outbox, dsn, concurrency=20):
+        for number in range(5):
+            await table.enqueue(outbox, "quiet")
+
+            async def ran(number: int = number) -> bool:
+                return order.count("q") > number
+
+            await wait_until_async(ran)
+        assert await table.count("topic = 'hot' and status = 'PENDING'") > 0
+
+    assert "qq" in order, "each was enqueued when the one before it had run"
