@@ -141,8 +141,8 @@ MUTANTS: dict[str, Mutant] = {
             ("take", "for update skip locked", ""),
             (
                 "outbox_claim",
-                "where o.ctid = any (v_rows)",
-                "where o.event_id in (select p.event_id from pulse.outbox p where p.ctid = any (v_rows))",
+                "where o.ctid = any (v_taken.rows)",
+                "where o.event_id in (select p.event_id from pulse.outbox p where p.ctid = any (v_taken.rows))",
             ),
         ),
     ),

@@ -765,6 +765,9 @@ begin
 end
 $$;
 
+-- What take has taken; how many rows with a budget of one may still be; and the first that it left behind for want of a slot.
+create type pulse.taken as (rows tid[], slots integer, left_behind tid);
+
 -- Locks up to p_limit due rows of one lane, from a position on, and says where they are. Of rows with a budget of one it takes
 -- no more than p_slots. Rows that can't be taken now are passed over, in ever larger strides but not for ever: what waits
 -- for its key gets parked on the way.
@@ -779,7 +782,7 @@ create function pulse.take(
   p_slots       integer,
   p_budget      integer,
   p_now         timestamptz
-) returns tid[]
+) returns pulse.taken
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
@@ -795,12 +798,12 @@ declare
   v_once   boolean[];                                  -- of what was found: its budget is one
   v_onces  integer;
   v_keyed  boolean;
+  v_left   tid;
   v_wanted integer := p_limit;
   v_stride integer := p_limit;
 begin
   if p_budget = 1 then
-    v_wanted := least(p_limit, p_slots);               -- what this lane has is mostly such
-    v_stride := v_wanted;
+    v_stride := least(p_limit, p_slots + 1);           -- what this lane has is mostly such: one more shows whether there are more
   end if;
   for v_round in 1 .. 5 loop
     exit when v_wanted < 1;
@@ -825,7 +828,7 @@ begin
     exit when v_found is null;
 
     v_rows := v_found;
-    if v_keyed or v_onces > p_slots then
+    if v_keyed or v_onces > p_slots or v_stride < v_wanted then
       select o.next_run_at, o.seq + 1
         into p_next_run_at, p_seq
         from pulse.outbox o
@@ -834,31 +837,35 @@ begin
         v_rows := pulse.whose_turn(v_rows, p_now);
       end if;
       -- Budgets of one, as many as can start at once; and of all that, no more than is wanted.
-      select coalesce(array_agg(t.row order by t.place), '{}'), p_slots - count(*) filter (where t.once)
-        into v_rows, p_slots
+      select coalesce(array_agg(w.row order by w.place) filter (where w.fits), '{}'),
+             p_slots - count(*) filter (where w.fits and w.once),
+             coalesce(v_left, (array_agg(w.row order by w.place) filter (where not w.fits))[1])
+        into v_rows, p_slots, v_left
         from (
-          select n.row, n.once, n.place
+          select n.row, n.once, n.place, n.fits, count(*) filter (where n.fits) over (order by n.place) as number
             from (
-              select f.row, f.once, f.place, count(*) filter (where f.once) over (order by f.place) as number
+              select f.row, f.once, f.place,
+                     not f.once or count(*) filter (where f.once) over (order by f.place) <= p_slots as fits
                 from unnest(v_found, v_once) with ordinality as f (row, once, place)
-               where f.row in (select unnest(v_rows))) as n
-           where not n.once or n.number <= p_slots
-           order by n.place
-           limit v_wanted) as t;
+               where f.row in (select unnest(v_rows))) as n) as w
+       where w.number <= v_wanted;
+    else
+      p_slots := p_slots - v_onces;
     end if;
     v_taken := v_taken || v_rows[:v_wanted];
     v_wanted := v_wanted - least(v_wanted, cardinality(v_rows));
     exit when cardinality(v_found) < v_stride
            -- More of the same would only be locked for nothing.
-           or (v_round > 1 and p_slots < 1 and v_onces = cardinality(v_found));
+           or ((v_round > 1 or p_budget = 1) and p_slots < 1 and v_onces = cardinality(v_found));
     v_stride := least(2000, greatest(100, v_wanted * 4 ^ v_round));
   end loop;
-  return v_taken;
+  return (v_taken, p_slots, v_left)::pulse.taken;
 end
 $$;
 
 -- Takes due rows, gives them a lease under the caller's token, counts the attempt, and returns them, in no order. Their age
--- in seconds tells the caller what time it is here.
+-- in seconds tells the caller what time it is here. A row without event_id is none that was taken: in its lane, at its place,
+-- a row with a budget of one was left behind for want of a slot.
 --
 -- p_token     minted by the caller for this one call. Called again with the same token, because the answer was lost, it
 --             returns the rows of the first call and takes no others, even while that call is still running.
@@ -914,8 +921,8 @@ declare
   v_share  integer;                                    -- what the present topic may still take in this round
   v_room   integer := p_limit;
   v_before integer;
-  v_slots  integer := coalesce(p_slots, p_limit);
-  v_rows   tid[];
+  v_slots  integer := greatest(0, coalesce(p_slots, p_limit));
+  v_taken  pulse.taken;
   v_tries  integer;
 begin
   if p_token is null or coalesce(p_worker, '') = '' or p_topics is null or p_limit is null or p_lease is null then
@@ -987,12 +994,21 @@ begin
         v_lane.next_run_at := v_now - interval '100 milliseconds';
         v_lane.seq := 0;
       end if;
-      v_rows := pulse.take(
+      v_taken := pulse.take(
         v_lane.topic, v_lane.generation, v_lane.lapses, v_lane.priority,
         coalesce(v_lane.next_run_at, '-infinity'), coalesce(v_lane.seq, 0),
         least(v_room, v_share), v_slots,
         coalesce(p_budgets[array_position(p_topics, v_lane.topic)], 5), v_now);
-      continue when cardinality(v_rows) = 0;
+      v_slots := v_taken.slots;
+      if v_taken.left_behind is not null then
+        return query
+        select null::uuid, o.seq, o.topic, null::jsonb, null::jsonb, null::text, null::text, null::text,
+               null::text, o.priority, o.generation, null::integer, null::integer, null::bigint,
+               o.lapses, null::integer, null::boolean, null::timestamptz, o.next_run_at, null::double precision
+          from pulse.outbox o
+         where o.ctid = v_taken.left_behind;
+      end if;
+      continue when cardinality(v_taken.rows) = 0;
 
       return query
       update pulse.outbox o
@@ -1005,15 +1021,14 @@ begin
              claim_token  = p_token,
              lease_seq    = o.lease_seq + 1,
              alone        = p_alone or o.lapses >= 2
-       where o.ctid = any (v_rows)
+       where o.ctid = any (v_taken.rows)
       returning o.event_id, o.seq, o.topic, o.payload, o.headers, o.source, o.target, o.idempotency_key,
                 o.ordering_key, o.priority, o.generation, o.attempts, o.max_attempts, o.lease_seq,
                 o.lapses, o.snoozes, o.alone, o.created_at, o.next_run_at,
                 date_part('epoch', v_now - o.created_at);
 
-      v_room := v_room - cardinality(v_rows);
-      v_share := v_share - cardinality(v_rows);
-      v_slots := v_slots - cardinality(v_rows);
+      v_room := v_room - cardinality(v_taken.rows);
+      v_share := v_share - cardinality(v_taken.rows);
     end loop;
     exit when p_lanes is not null or v_room = v_before or v_room < 1;
   end loop;

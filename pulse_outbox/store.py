@@ -93,6 +93,17 @@ class Lane(NamedTuple):
     """Seconds until the first row is due, on the database's clock; negative when it is."""
 
 
+class Claimed(list[Claim]):
+    """What one claim took, in order."""
+
+    __slots__ = ("left_behind",)
+
+    def __init__(self, claims: Iterable[Claim] = (), left_behind: Iterable[Lane] = ()) -> None:
+        super().__init__(claims)
+        self.left_behind = list(left_behind)
+        """Lanes in which a budget of one waits for a free slot, and where."""
+
+
 class Listing(NamedTuple):
     """The lanes that have work, now or later."""
 
@@ -200,7 +211,7 @@ class Store:
         token: UUID | None = None,
         fresh: bool = False,
         now: datetime | None = None,
-    ) -> list[Claim]:
+    ) -> Claimed:
         """Takes up to *limit* due events; see outbox_claim. By priority, due time and seq.
 
         A caller that wants to ask again after an error brings its own *token*, *fresh* when it is new.
@@ -234,7 +245,10 @@ class Store:
         rows.sort(key=_due_order)
         if len(set(map(_priority, rows))) > 1:
             rows.sort(key=_priority, reverse=True)
-        return [_as_claim((*row, token)) for row in rows]
+        return Claimed(
+            [_as_claim((*row, token)) for row in rows if row[0] is not None],
+            [_lane_of(row) for row in rows if row[0] is None],
+        )
 
     async def held_by(self, token: UUID) -> list[Claim]:
         """What runs under this token: what its claim took, and nothing that it has not taken yet."""
@@ -595,8 +609,13 @@ def _uuids(values: Sequence[UUID]) -> UuidArray:
 
 
 _as_claim: Callable[[tuple[Any, ...]], Claim] = functools.partial(tuple.__new__, Claim)
+_LANE = itemgetter(*(Claim._fields.index(name) for name in Lane._fields if name != "due_in"))
 _priority = itemgetter(Claim._fields.index("priority"))
 _due_order = itemgetter(Claim._fields.index("next_run_at"), Claim._fields.index("seq"))
+
+
+def _lane_of(row: tuple[Any, ...]) -> Lane:
+    return Lane._make((*_LANE(row), 0.0))
 
 
 # psycopg takes long over lists and intervals: 70 µs for those of one failure, 20 µs for those that every claim repeats,

@@ -21,7 +21,7 @@ import structlog
 
 from pulse_outbox.dispatcher.child_process import ChildFailed, ChildProcess
 from pulse_outbox.dispatcher.intake import AHEAD
-from pulse_outbox.dispatcher.jobs import Job, Released
+from pulse_outbox.dispatcher.jobs import Job, Released, once_first
 from pulse_outbox.dispatcher.loops import keep_going
 from pulse_outbox.dispatcher.transactions import POOL_SIZE as TRANSACTIONS
 from pulse_outbox.log import log
@@ -410,7 +410,7 @@ class ChildSuspects:
                 job.stage = "finished"
                 self._deliver(Released(job))
         else:
-            child.run(jobs)
+            child.run(once_first(jobs))
 
     def _room_of(self, topic: str, child: ChildProcess, limit: int) -> int:
         """How many more of a topic could run in a child."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from pulse_outbox.dispatcher.jobs import Job, Released
+from pulse_outbox.dispatcher.jobs import Job, Released, once_first
 from pulse_outbox.dispatcher.lanes import Lanes
 from pulse_outbox.dispatcher.transactions import POOL_SIZE as TRANSACTIONS
 
@@ -31,9 +31,6 @@ AHEAD = 0.1
 AHEAD_BATCHES = 4
 RATE_WINDOW = 0.5
 RATE_SAMPLE = 0.02
-BREATH = 2.0
-"""So often nothing is claimed until a slot is free, in seconds: a budget of one is claimed for a free slot only, and
-none ever is while others are claimed ahead."""
 LONGEST_WAIT = 0.3
 """After so long in memory, what exceeds AHEAD goes back, in seconds."""
 LISTING_INTERVAL = 1.0
@@ -124,9 +121,6 @@ class Intake:
         self._window_at = 0.0
         self._window_claimed = 0
         self._ends = deque([(time.monotonic(), 0)])
-        self._breath_at = 0.0
-        self._urgent = False
-        """The last claim that could, brought budgets of one: nothing is claimed ahead, so that they get their share."""
         self.nothing_due = asyncio.Event()
         """Set while the last listing showed nothing that could run now."""
         self._listings = 0
@@ -251,13 +245,15 @@ class Intake:
 
     def _guess(self, wanted: int) -> ClaimPlan | None:
         """A claim without a listing, where that can be made."""
+        now = time.monotonic()
         if self._listing_is_costly:
-            return self._lanes.guess_again(wanted, self._room_of)
+            return self._lanes.guess_again(wanted, self._room_of, now)
         if self._limited:
             return None
         # One that has to find out what there is, is a listing too.
         was_quick = self._last_listing < COSTLY_LISTING
-        return self._lanes.guess(wanted, anywhere=was_quick) or self._lanes.guess_again(wanted, self._room_of)
+        guess = self._lanes.guess(wanted, now, anywhere=was_quick)
+        return guess or self._lanes.guess_again(wanted, self._room_of, now)
 
     def _call_of(self, plan: ClaimPlan) -> _ClaimCall:
         return _ClaimCall(plan=plan, token=uuid4(), slots=self._slots.free, at=time.monotonic())
@@ -304,11 +300,11 @@ class Intake:
         if len(self._settler) >= 4 * self._settings.batch:
             return 0  # the database does not take results: do not add to them
         free = self._slots.free
-        if not free and time.monotonic() >= self._breath_at:
-            return 0
-        ahead = 0
-        if not self._urgent:
-            ahead = int(min(self._completion_rate() * AHEAD, AHEAD_BATCHES * self._settings.batch))
+        if self._lanes.wait_for_slot(self._room_of):
+            return min(
+                self._settings.batch, free
+            )  # which no slot would ever be while others are claimed ahead
+        ahead = int(min(self._completion_rate() * AHEAD, AHEAD_BATCHES * self._settings.batch))
         room = free + max(0, ahead - self._slots.waiting)
         # Whole batches once there is work ahead: claims are cheaper by the dozen.
         if not free and room < min(self._settings.batch, ahead // 2):
@@ -316,7 +312,7 @@ class Intake:
         return min(self._settings.batch, room)
 
     def _room_of(self, topic: str) -> int:
-        """How many more of a topic may be claimed: by its handler's limit, its budget, and what transactions share."""
+        """How many more of a topic may be claimed: by its handler's limit, and by what transactions share."""
         handler = self._handlers[topic]
         room = self._settings.batch
         if handler.concurrency is not None:
@@ -324,9 +320,6 @@ class Intake:
         if handler.transactional:
             used = sum(self._in_flight.of_topic(other) for other in self._transactional)
             room = min(room, -(-(TRANSACTIONS - used) // len(self._transactional)))
-        if handler.retry.max_attempts == 1:
-            # Never claimed ahead: a lane that was asked for more than can start would look as if it had nothing left.
-            room = min(room, self._slots.free)
         return room
 
     def _completion_rate(self) -> float:
@@ -365,11 +358,6 @@ class Intake:
 
     def _take_in(self, claims: Sequence[Claim], call: _ClaimCall) -> None:
         ours = self._in_flight.answered(call.token)
-        urgent = [claim.max_attempts for claim in claims].count(1)
-        if call.slots:
-            self._urgent = urgent > 0
-            if not urgent:
-                self._breath_at = time.monotonic() + BREATH
         if not claims:
             return
         self.nothing_due.clear()
@@ -385,10 +373,7 @@ class Intake:
                 job.withdraw()
                 self._settler.add(Released(job))
             return
-        # A budget of one must not wait in memory: those were claimed for slots that are free, and go first.
-        if urgent:
-            jobs.sort(key=lambda job: job.claim.max_attempts != 1)
-        self._slots.add(jobs)
+        self._slots.add(once_first(jobs))
 
     # When
 

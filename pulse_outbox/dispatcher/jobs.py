@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from uuid import UUID
 
     from pulse_outbox.handlers import Handler
@@ -153,6 +153,13 @@ def apart(jobs: Iterable[Job]) -> list[list[Job]]:
         else:
             groups.append({job.claim.event_id: job})
     return [list(group.values()) for group in groups]
+
+
+def once_first(jobs: Sequence[Job]) -> Sequence[Job]:
+    """Budgets of one before the others: they were claimed for slots that are free, and must not wait in memory."""
+    if 1 not in [job.claim.max_attempts for job in jobs]:
+        return jobs
+    return sorted(jobs, key=lambda job: job.claim.max_attempts != 1)
 
 
 class Asked:

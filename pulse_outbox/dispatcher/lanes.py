@@ -8,6 +8,7 @@ takes long, it is made rarely, and what is new is claimed without one, from the 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from datetime import datetime
 
-    from pulse_outbox.store import Claim, Listing
+    from pulse_outbox.store import Claim, Claimed, Listing
 
 
 GUESSED_LANES = 3
@@ -27,8 +28,10 @@ KNOWN_LANES = 200
 """… unless listing takes long: then of those that had work lately, so many."""
 LOOK_BACK = timedelta(seconds=1)
 """How far before the last claimed row a guess begins: most transactions are shorter."""
-LISTED_LOOK_BACK = timedelta(seconds=10)
-"""How far before a listing: the first guess after it is to find what longer ones had not committed by then."""
+LONG_LOOK_BACK = timedelta(seconds=10)
+"""How far to find what longer ones committed. That walks over all that has died since then: …"""
+LONG_LOOK_INTERVAL = 1.0
+"""… so only this often, in seconds."""
 
 
 class LaneKey(NamedTuple):
@@ -62,6 +65,8 @@ class ClaimPlan:
     """None: whatever there is."""
     keys: list[LaneKey]
     quotas: dict[str, int]
+    known: frozenset[LaneKey] = frozenset()
+    """Those of the keys that are asked from where they were last seen, not from where they stand."""
 
 
 class Lanes:
@@ -72,7 +77,11 @@ class Lanes:
         self._recent: list[LaneKey] = []
         self._known: dict[LaneKey, datetime] = {}
         """Up to when a lane was looked at; the lane that was claimed from last is the last one."""
-        self._turn = 0
+        self._looked_far_at = 0.0
+        self._waiting_for_slot: set[LaneKey] = set()
+        """Where the last claim left a budget of one behind."""
+        self._first = ""
+        """The topic whose turn it was to be first."""
 
     def refresh(self, listing: Listing, now: float) -> None:
         """Starts again from a fresh listing."""
@@ -82,8 +91,8 @@ class Lanes:
             )
             for lane in listing.lanes
         }
-        seen = listing.looked_at - LISTED_LOOK_BACK
-        self._known = {key: max(looked_at, seen) for key, looked_at in self._known.items()}
+        self._known = {key: max(looked_at, listing.looked_at) for key, looked_at in self._known.items()}
+        self._waiting_for_slot.intersection_update(self._places)
 
     def next_due(self) -> float | None:
         """When the first lane is due, on the monotonic clock; None when there is no work at all."""
@@ -96,6 +105,10 @@ class Lanes:
     def suspects(self, now: float) -> list[LaneKey]:
         """Due lanes of events whose lease has lapsed."""
         return [key for key, place in self._places.items() if key.lapses and place.due_at <= now]
+
+    def wait_for_slot(self, room: Callable[[str], int]) -> bool:
+        """Whether a budget of one waits for nothing but a free slot. *room* as for a plan."""
+        return any(room(key.topic) > 0 for key in self._waiting_for_slot)
 
     def plan(
         self, limit: int, room: Callable[[str], int], now: float, *, also_known: bool = False
@@ -114,17 +127,21 @@ class Lanes:
             return None
         topics = sorted({key.topic for key in places})
         # Whose turn it is to be first goes round: with fewer places than topics everyone gets one in time.
-        self._turn = (self._turn + 1) % len(topics)
-        topics = topics[self._turn :] + topics[: self._turn]
+        turn = bisect_right(topics, self._first) % len(topics)
+        topics = topics[turn:] + topics[:turn]
+        self._first = topics[0]
         share = -(-limit // len(topics))
         quotas = {topic: min(share, room(topic)) for topic in topics}
+        known: set[LaneKey] = set()
         if also_known:
+            look_back = self._look_back(now)
             for key, looked_at in self._known.items():
                 if key in places or room(key.topic) < 1:
                     continue
                 place = self._places.get(key)
                 if place is None or not place.short:  # not listed, or with something for later only
-                    place = _Place(looked_at - LOOK_BACK, 0, due_at=0.0)
+                    place = _Place(looked_at - look_back, 0, due_at=0.0)
+                    known.add(key)
                 places[key] = place
             # Mostly they have nothing, which must not cost the others a part of their share.
             new = [topic for topic in dict.fromkeys(key.topic for key in places) if topic not in quotas]
@@ -141,18 +158,18 @@ class Lanes:
         lanes = [
             self._asked(key, quotas[key.topic], places[key].next_run_at, places[key].seq) for key in keys
         ]
-        return ClaimPlan(limit=limit, lanes=lanes, keys=keys, quotas=quotas)
+        return ClaimPlan(limit=limit, lanes=lanes, keys=keys, quotas=quotas, known=frozenset(known))
 
-    def guess(self, limit: int, *, anywhere: bool = True) -> ClaimPlan | None:
+    def guess(self, limit: int, now: float, *, anywhere: bool = True) -> ClaimPlan | None:
         """A claim without a listing: from the lanes of the last events or, where they were many, from all there are.
 
         Unless it may be *anywhere*, None where they were many.
         """
         if not 0 < len(self._recent) <= GUESSED_LANES:
             return ClaimPlan(limit=limit, lanes=None, keys=[], quotas={}) if anywhere else None
-        return self._guess_from(self._recent, limit, {key.topic: limit for key in self._recent})
+        return self._guess_from(self._recent, limit, {key.topic: limit for key in self._recent}, now)
 
-    def guess_again(self, limit: int, room: Callable[[str], int]) -> ClaimPlan | None:
+    def guess_again(self, limit: int, room: Callable[[str], int], now: float) -> ClaimPlan | None:
         """A claim from all lanes that had work lately, the same share for every topic; None when there are none.
 
         *room* as for a plan.
@@ -162,21 +179,30 @@ class Lanes:
         share = -(-limit // max(1, len(topics)))
         quotas = {topic: min(share, places) for topic in topics if (places := room(topic)) > 0}
         keys = [key for topic in quotas for key in self._known if key.topic == topic]
-        return self._guess_from(keys, limit, quotas) if keys and limit > 0 else None
+        return self._guess_from(keys, limit, quotas, now) if keys and limit > 0 else None
 
     def at_limit(self, room: Callable[[str], int]) -> bool:
         """Whether a lane is known that no guess asks at present."""
         return any(room(key.topic) < 1 for key in self._known)
 
-    def _guess_from(self, keys: Sequence[LaneKey], limit: int, quotas: dict[str, int]) -> ClaimPlan:
+    def _look_back(self, now: float) -> timedelta:
+        if now < self._looked_far_at + LONG_LOOK_INTERVAL:
+            return LOOK_BACK
+        self._looked_far_at = now
+        return LONG_LOOK_BACK
+
+    def _guess_from(
+        self, keys: Sequence[LaneKey], limit: int, quotas: dict[str, int], now: float
+    ) -> ClaimPlan:
+        look_back = self._look_back(now)
         order = {topic: number for number, topic in enumerate(quotas)}
         lanes = [
-            self._asked(key, quotas[key.topic], self._known[key] - LOOK_BACK, 0)
+            self._asked(key, quotas[key.topic], self._known[key] - look_back, 0)
             for key in sorted(keys, key=lambda key: (order[key.topic], -key.priority, self._known[key]))
         ]
         return ClaimPlan(limit=limit, lanes=lanes, keys=[], quotas=quotas)
 
-    def note(self, plan: ClaimPlan, claims: Sequence[Claim]) -> None:
+    def note(self, plan: ClaimPlan, claims: Claimed) -> None:
         """Moves the lanes on after a claim (whose rows come in order)."""
         lanes: list[LaneKey] = [_lane_of(claim) for claim in claims]  # type: ignore[misc]  # equal, and hashed alike
         last_of = dict(zip(lanes, claims, strict=True))
@@ -187,6 +213,10 @@ class Lanes:
                 self._known[lane] = last_of[lane].next_run_at
             while len(self._known) > KNOWN_LANES:
                 del self._known[next(iter(self._known))]
+        if self._waiting_for_slot:
+            # Where only others came, none of them waits any more; where some came, there may be more.
+            once = {lane for lane, claim in zip(lanes, claims, strict=True) if claim.max_attempts == 1}
+            self._waiting_for_slot -= last_of.keys() - once
         for key, last in last_of.items():
             if place := self._places.get(key):
                 place.next_run_at, place.seq, place.short = last.next_run_at, last.seq + 1, False
@@ -197,8 +227,13 @@ class Lanes:
             taken = Counter(lanes)
             for key in plan.keys:
                 left[key.topic] -= taken[key]
-                if left[key.topic] > 0 and (place := self._places.get(key)):
+                if left[key.topic] > 0 and key not in plan.known and (place := self._places.get(key)):
                     place.short = True
+                    self._waiting_for_slot.discard(key)
+        for behind in claims.left_behind:
+            key = LaneKey(behind.topic, behind.generation, behind.lapses, behind.priority)
+            self._places[key] = _Place(behind.next_run_at, behind.seq, due_at=0.0)
+            self._waiting_for_slot.add(key)
 
     def _note_guess(self, plan: ClaimPlan, last_of: Mapping[LaneKey, Claim], taken: Counter[str]) -> None:
         """Where a guess got all that it asked for, there is more, right after it."""

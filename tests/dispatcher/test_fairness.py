@@ -188,70 +188,47 @@ async def test_a_budget_of_one_is_never_claimed_ahead(dsn, outbox: Outbox, table
 
 @pytest.mark.parametrize(
     "urgent",
-    [NewEvent("once", {}), NewEvent("often", {"urgent": True}, max_attempts=1, priority=5)],
-    ids=["by its handler", "by its producer"],
+    [
+        NewEvent("a.once", {}),
+        NewEvent("z.once", {}),
+        NewEvent("often-0", {"urgent": True}, max_attempts=1, priority=5),
+        NewEvent("a.often", {"urgent": True}, max_attempts=1),
+    ],
+    ids=["by its handler", "by its handler, last", "by its producer", "by its producer, another topic"],
 )
+@pytest.mark.parametrize("topics", [1, 7])
 async def test_a_budget_of_one_gets_its_turn_beside_a_backlog(
-    dsn, outbox: Outbox, table: Table, urgent: NewEvent
+    dsn, outbox: Outbox, table: Table, urgent: NewEvent, topics: int
 ):
     """No slot is ever free while others are claimed ahead, and it is claimed for a free slot only."""
     ran = 0
 
-    @outbox.handler("once", retry=RetryPolicy(max_attempts=1))
     async def once(event: Event) -> None:
         nonlocal ran
         ran += 1
 
-    @outbox.handler("often")
     async def often(event: Event[dict[str, Any]]) -> None:
         nonlocal ran
         await asyncio.sleep(0.005)
         ran += "urgent" in event.payload
 
-    await table.enqueue_many(outbox, [NewEvent("often", {}) for _ in range(20_000)])
+    for topic in ("a.once", "z.once"):
+        outbox.handler(topic, retry=RetryPolicy(max_attempts=1))(once)
+    for topic in ("a.often", *(f"often-{number}" for number in range(topics))):
+        outbox.handler(topic)(often)
+
+    await table.enqueue_many(outbox, [NewEvent(f"often-{n % topics}", {}) for n in range(15_000)])
     async with dispatching(outbox, dsn, concurrency=10) as dispatcher:
         await wait_until_async(lambda: _true(dispatcher._tally.completed > 1000))
         assert dispatcher._slots.free == 0, "control: no slot is free"
         await table.enqueue_many(outbox, [urgent] * 30)
         await wait_until_async(lambda: _true(ran == 30))
 
-        assert await table.count("status = 'PENDING'") > 5000, "control: there was a backlog all the time"
+        assert await table.count("status = 'PENDING'") > 10_000, "control: there was a backlog all the time"
 
 
 async def _true(is_so: bool) -> bool:
     return is_so
-
-
-async def test_a_budget_of_one_is_not_asked_for_without_a_slot(
-    dsn, outbox: Outbox, table: Table, monkeypatch
-):
-    """The lane would look exhausted until the next listing, and get nothing when slots become free."""
-    slots_for: dict[str, set[int]] = {"once": set(), "often": set()}
-    really = Store.claim
-
-    async def claim(self: Store, **how: Any) -> list[Claim]:
-        for lane in how["lanes"] or ():
-            slots_for[lane["topic"]].add(how["slots"])
-        return await really(self, **how)
-
-    monkeypatch.setattr(Store, "claim", claim)
-
-    @outbox.handler("once", retry=RetryPolicy(max_attempts=1))
-    async def once(event: Event) -> None: ...
-
-    @outbox.handler("often")
-    async def often(event: Event) -> None:
-        await asyncio.sleep(0.002)
-
-    await table.enqueue_many(outbox, [NewEvent("often", {}) for _ in range(3000)])
-    async with dispatching(outbox, dsn, concurrency=5) as dispatcher:
-        await wait_until_async(lambda: _true(dispatcher._tally.completed > 300))
-        for _ in range(20):
-            await table.enqueue(outbox, "once")
-        await table.until("status = 'COMPLETED'", 3020)
-
-    assert min(slots_for["once"]) > 0
-    assert 0 in slots_for["often"], "control: others are claimed ahead"
 
 
 async def test_generations_and_topics_of_others_are_left_alone(dsn, outbox: Outbox, table: Table):

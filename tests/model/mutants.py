@@ -67,7 +67,7 @@ MUTANTS = {
         changes=(
             ("take", "limit v_stride", "limit null"),
             ("take", "v_rows[:v_wanted]", "v_rows"),
-            ("take", " limit v_wanted)", ")"),
+            ("take", "where w.number <= v_wanted", "where true"),
         )
     ),
     "no refund for a lapse in company": Mutant(

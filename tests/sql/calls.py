@@ -32,7 +32,9 @@ class Claim(list[Row]):
     """The rows of one claim, and the token that holds them."""
 
     def __init__(self, token: uuid.UUID, rows: Iterable[Row]) -> None:
-        super().__init__(rows)
+        rows = list(rows)
+        super().__init__(row for row in rows if row["event_id"] is not None)
+        self.left_behind = [row for row in rows if row["event_id"] is None]
         self.token = token
 
     @property

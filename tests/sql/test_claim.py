@@ -6,6 +6,7 @@ import threading
 import uuid
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
 
 import psycopg
 import pytest
@@ -203,6 +204,47 @@ def test_policy_of_one_is_a_budget_of_one(outbox):
 
     assert len(outbox.claim(p_budgets=[1], p_slots=3)) == 3
     assert len(outbox.claim(p_budgets=[2], p_slots=0)) == 2
+
+
+def test_slots_are_for_budgets_of_one_only(outbox):
+    """Others need none: who claims puts them behind, so they take none away."""
+    outbox.enqueue_many(5, "a")
+    once = outbox.enqueue("b", p_max_attempts=1)
+
+    lanes = [{"topic": topic, "generation": 0, "lapses": 0, "priority": 0, "quota": 5} for topic in "ab"]
+    claim = outbox.claim(["a", "b"], 10, p_slots=1, p_lanes=Jsonb(lanes))
+
+    assert once in claim.ids
+    assert len(claim) == 6
+    assert claim.left_behind == []
+
+
+@pytest.mark.parametrize(("given", "policy"), [({}, 1), ({"p_max_attempts": 1}, 5)])
+@pytest.mark.parametrize("slots", [0, 2])
+def test_a_claim_says_where_it_left_a_budget_of_one_behind(outbox, given, policy: int, slots: int):
+    """Else nobody would keep a slot free for it."""
+    events = outbox.enqueue_many(5, p_priority=3, **given)
+    outbox.forward(1)
+
+    claim = outbox.claim(limit=10, p_slots=slots, p_budgets=[policy])
+
+    first = outbox.row(sorted(events, key=lambda event_id: outbox.row(event_id)["seq"])[slots])
+    assert len(claim) == slots
+    place = itemgetter("topic", "generation", "lapses", "priority", "next_run_at", "seq")
+    assert {place(behind) for behind in claim.left_behind} == {place(first)}
+    assert outbox.claim(limit=10, p_slots=10, p_budgets=[policy]).left_behind == []
+
+
+def test_who_has_another_budget_in_a_topic_of_budgets_of_one_needs_no_slot(outbox):
+    """Whatever the handler's policy says, the producer said otherwise."""
+    outbox.enqueue()
+    outbox.forward(1)
+    often = outbox.enqueue_many(3, p_max_attempts=3)
+
+    claim = outbox.claim(limit=10, p_slots=1, p_budgets=[1])
+
+    assert len(claim) == 4
+    assert set(often) <= set(claim.ids)
 
 
 def test_budget_of_one_does_not_stand_in_the_way(outbox):
