@@ -931,6 +931,7 @@ begin
 
   -- A repeated call waits here until the first has committed, and then sees what it took.
   perform pg_advisory_xact_lock(hashtextextended(p_token::text, 0));
+  lock table pulse.outbox in row exclusive mode;       -- whoever has to wait for that takes the time afterwards: a lease begins now
   v_now := coalesce(p_now, clock_timestamp());
 
   if p_try > 1 then
@@ -1293,7 +1294,7 @@ set plan_cache_mode = force_generic_plan
 as $$
 #variable_conflict use_column
 declare
-  v_now      timestamptz := coalesce(p_now, clock_timestamp());
+  v_now      timestamptz;
   v_swept    timestamptz;
   v_hold     timestamptz;
   v_rows     tid[];
@@ -1304,6 +1305,9 @@ declare
   v_failures jsonb[];
   v_count    integer;
 begin
+  -- Where that has to be waited for, heartbeats have to wait too: a sweep that could not be made is one that was missed.
+  lock table pulse.outbox in row exclusive mode;
+  v_now := coalesce(p_now, clock_timestamp());
   -- Times of the future were written under another clock, before a failover: they must not hold for longer than a lease.
   select max(least(s.swept_at, v_now)), max(least(s.hold_until, v_now + p_lease)) into v_swept, v_hold from pulse.sweep s;
   if v_swept is null or v_swept < v_now - p_lease * 2 / 3 then

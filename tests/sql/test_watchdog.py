@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
 
 import pytest
 
 from tests.sql.calls import Calls, ids
+from tests.support.waiting import wait_until
+
+WAITS = "select from pg_stat_activity where pid = %s and wait_event_type = 'Lock'"
+IN_FORCE = "select from pulse.sweep where hold_until > clock_timestamp()"
 
 
 @pytest.fixture
@@ -325,3 +331,48 @@ def test_first_sweep_after_a_hold_is_a_full_one(outbox: Calls):
 
     assert held == []
     assert ids(outbox.reap(p_full=False)) == [event_id]
+
+
+def test_a_sweep_that_waited_for_the_table_reaps_nothing(outbox, session):
+    """Heartbeats and results had to wait too, behind the same lock: the living report first."""
+    watchdog, migration = session(), session()
+    outbox.now = watchdog.now = None
+    lease = timedelta(seconds=0.6)
+    outbox.reap(p_lease=lease)
+    wait_until(lambda: not outbox.conn.execute(IN_FORCE).fetchall(), what="the first hold is over")
+    assert outbox.reap(p_lease=lease) == []
+    event_id = outbox.enqueue()
+    claim = outbox.claim(p_lease=lease)
+    with ThreadPoolExecutor(1) as pool:
+        with migration.conn.transaction():
+            migration.conn.execute("lock table pulse.outbox in access exclusive mode")
+            sweep = pool.submit(watchdog.reap, p_lease=lease)
+            wait_until(
+                lambda: outbox.conn.execute(WAITS, (watchdog.conn.info.backend_pid,)).fetchall(),
+                what="the sweep waits",
+            )
+            time.sleep(lease.total_seconds() * 2)
+        assert sweep.result(timeout=10) == []
+
+    assert outbox.row(event_id)["status"] == "RUNNING"
+    assert outbox.complete(claim) == {}
+
+
+def test_a_lease_begins_when_the_claim_gets_at_the_table(outbox, session):
+    """Else what it took would have lapsed before anybody knew of it."""
+    dispatcher, migration = session(), session()
+    outbox.now = dispatcher.now = None
+    event_id = outbox.enqueue()
+    with ThreadPoolExecutor(1) as pool:
+        with migration.conn.transaction():
+            migration.conn.execute("lock table pulse.outbox in share mode")  # as `create index` does
+            claim = pool.submit(dispatcher.claim, p_lease=timedelta(seconds=20))
+            wait_until(
+                lambda: outbox.conn.execute(WAITS, (dispatcher.conn.info.backend_pid,)).fetchall(),
+                what="the claim waits",
+            )
+            time.sleep(0.5)
+            [over] = outbox.conn.execute("select clock_timestamp() as at").fetchall()
+        assert claim.result(timeout=10).ids == [event_id]
+
+    assert outbox.row(event_id)["lease_until"] >= over["at"] + timedelta(seconds=20)
