@@ -48,6 +48,8 @@ def describe_unreachable(error: Exception, args: argparse.Namespace) -> str:
             "password are written %40 and %2F"
         )
     reason = without_secrets(" ".join(str(error).split()), args)
+    if re.search("connection slots|too many (clients|connections)", reason):
+        return f"cannot reach the database: {reason}: end some of its connections, or raise max_connections"
     return f"cannot reach the database: {reason}: check --dsn and that the server is up"
 
 

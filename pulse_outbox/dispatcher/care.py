@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from pulse_outbox.log import log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from pulse_outbox.dispatcher.settings import DispatcherSettings
-    from pulse_outbox.store import Store
+    from pulse_outbox.store import Reaped, Store
 
 REAP_LIMIT = 1000
 FULL_SWEEP_EVERY = 6
@@ -26,45 +26,28 @@ PRUNE_ROUND_MAX = 3600.0
 
 
 async def watchdog(
-    store: Store, settings: DispatcherSettings, handlers: Mapping[str, str], died: Callable[[], None]
+    store: Store,
+    settings: DispatcherSettings,
+    handlers: Mapping[str, str],
+    reaped: Callable[[Sequence[Reaped]], None],
 ) -> None:
     """Sweeps for ever: leases that have run out are failures that nobody lived to report.
 
-    *handlers*: their names by topic.
+    *handlers*: their names by topic. *reaped* is told of each such failure.
     """
     interval = settings.seconds("watchdog")
     for number in itertools.count():
         started = time.monotonic()
         full = number % FULL_SWEEP_EVERY == 0
-        while await sweep(store, settings, handlers, full=full, died=died) == REAP_LIMIT:
+        while True:
+            found = await store.reap(
+                limit=REAP_LIMIT, lease=settings.lease_time, full=full, handlers=handlers
+            )
+            reaped(found)
+            if len(found) < REAP_LIMIT:
+                break
             full = True  # there are more, and they stand where this sweep began
         await asyncio.sleep(max(0.05, interval - (time.monotonic() - started)))
-
-
-async def sweep(
-    store: Store,
-    settings: DispatcherSettings,
-    handlers: Mapping[str, str],
-    *,
-    full: bool,
-    died: Callable[[], None],
-) -> int:
-    """One sweep; how many leases it found. *died* is called when there is a dead letter among them."""
-    reaped = await store.reap(limit=REAP_LIMIT, lease=settings.lease_time, full=full, handlers=handlers)
-    if any(event.answer == "DEAD_LETTERED" for event in reaped):
-        died()
-    for event in reaped:
-        log.warning(
-            "outbox.reaped",
-            event_id=str(event.event_id),
-            topic=event.topic,
-            status=event.answer,
-            attempts=event.attempts,
-            max_attempts=event.max_attempts,
-            lapses=event.lapses,
-            worker=event.worker,
-        )
-    return len(reaped)
 
 
 async def heal(store: Store) -> None:

@@ -301,7 +301,7 @@ class Dispatcher:
             "shed": self._intake.shed,
             "suspects": self._suspects.run,
             "alerts": self._alerts.run,
-            "watchdog": lambda: care.watchdog(care_store, settings, names, self._alerts.wake),
+            "watchdog": lambda: care.watchdog(care_store, settings, names, self._report.reaped),
             "heal": lambda: care.heal(care_store),
             "pause": lambda: self._release_paused(care_store),
             "summary": self._summarise,
@@ -417,7 +417,7 @@ class Dispatcher:
     async def _listen(self) -> None:
         def connected(is_up: bool) -> None:
             if is_up:
-                self._condition.is_well("listen")
+                self._is_well("listen")
 
         await listen(
             self.settings.listen_dsn or self._dsn,

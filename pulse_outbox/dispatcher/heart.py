@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pulse_outbox.dispatcher import systemd
 from pulse_outbox.dispatcher.health import serve_health
 from pulse_outbox.dispatcher.jobs import apart
+from pulse_outbox.failures import describe_error
 from pulse_outbox.log import log
 
 if TYPE_CHECKING:
@@ -116,8 +117,9 @@ class Heart:
                 await self._say_alive(store)
             except Exception as error:
                 # The next try comes soon: what is lost here is lease time.
-                if self._condition.complain("heartbeat", f"heartbeats fail: {type(error).__name__}"):
-                    log.warning("outbox.heartbeat_failed", error=type(error).__name__)
+                text = describe_error(error)
+                if self._condition.complain("heartbeat", f"heartbeats fail: {text}"):
+                    log.warning("outbox.heartbeat_failed", error=text)
                 await asyncio.sleep(min(FAILED_PAUSE, interval))
                 continue
             if (silence := self._condition.is_well("heartbeat")) is not None:

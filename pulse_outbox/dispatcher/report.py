@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pulse_outbox.dispatcher.jobs import Job, Outcome
     from pulse_outbox.dispatcher.sentry import Sentry
     from pulse_outbox.dispatcher.state import Tally, Throughput
-    from pulse_outbox.store import Answer
+    from pulse_outbox.store import Answer, Reaped
 
 
 class Report:
@@ -75,6 +75,26 @@ class Report:
         """The lease is somebody else's by now, and so is the event."""
         self._tally.lost += 1
         log.warning("outbox.lease_lost", **job_fields(job), result=result)
+
+    def reaped(self, events: Sequence[Reaped]) -> None:
+        """Leases that had run out, of whichever dispatcher."""
+        for event in events:
+            known = {
+                "event_id": str(event.event_id),
+                "topic": event.topic,
+                "max_attempts": event.max_attempts,
+            }
+            log.warning(
+                "outbox.reaped",
+                **known,
+                status=event.answer,
+                attempts=event.attempts,
+                lapses=event.lapses,
+                worker=event.worker,
+            )
+            if event.answer == "DEAD_LETTERED":
+                why = {"error": event.last_error, "verdict": "transient", "rule": "lease.expired"}
+                self._dead({**known, "attempt": event.attempts, **why})
 
     def _failed(self, outcome: Failed, *, died: bool) -> None:
         fields = {

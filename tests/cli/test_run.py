@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pty
@@ -16,6 +17,7 @@ import psycopg
 import pytest
 
 from pulse_outbox import Outbox, __version__, embedded, schema
+from pulse_outbox.commands.database import describe_unreachable
 from tests.support.command import Command, running
 from tests.support.waiting import wait_until
 
@@ -464,6 +466,25 @@ async def resources():
     assert status == 1
     assert any("span.py" in line for line in lines), lines
     assert lines[-1].startswith("pulse-outbox: the lifespan of span:outbox failed: OperationalError")
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "remaining connection slots are reserved for roles with the SUPERUSER attribute",
+        "sorry, too many clients already",
+        'too many connections for role "app"',
+    ],
+)
+def test_a_server_without_a_connection_left_is_not_called_away(reason: str):
+    args = argparse.Namespace(dsn="postgresql://app@127.0.0.1/shop")
+    text = describe_unreachable(
+        psycopg.OperationalError(f"connection to server failed: FATAL:  {reason}"), args
+    )
+
+    assert reason in text
+    assert "max_connections" in text
+    assert "check --dsn" not in text
 
 
 def test_an_unreachable_database(shop):

@@ -10,6 +10,7 @@ import time
 from uuid import uuid4
 
 import pytest
+import structlog
 
 from pulse_outbox import Dispatcher, Event, NewEvent, Outbox, RetryPolicy
 from pulse_outbox.dispatcher.jobs import Asked
@@ -368,6 +369,22 @@ async def test_what_a_claim_took_does_not_lapse_while_its_answer_can_not_be_had(
         row = await table.until_status(event_id, "COMPLETED", within=15)
 
     assert (row.attempts, row.lapses, len(runs)) == (1, 0, 1)
+
+
+async def test_who_dies_of_a_lapsed_lease_is_logged_as_every_dead_letter(dsn, outbox: Outbox, table: Table):
+    outbox.handler("job")(lambda event: None)
+    event_id = await table.enqueue(outbox, "job", max_attempts=1)
+    await table.execute(
+        "select * from pulse.outbox_claim(gen_random_uuid(), 'gone', '{job}', 1, interval '0')"
+    )
+    with structlog.testing.capture_logs() as lines:
+        async with dispatching(outbox, dsn) as dispatcher:
+            await table.until_status(event_id, "DEAD_LETTERED")
+            await wait_until_async(lambda: asyncio.sleep(0, result=dispatcher._tally.dead == 1))
+
+    [died] = [line for line in lines if line["event"] == "outbox.dead_lettered"]
+    assert (died["event_id"], died["topic"], died["rule"]) == (str(event_id), "job", "lease.expired")
+    assert (died["attempt"], died["max_attempts"], died["error"]) == (1, 1, "worker lease expired")
 
 
 async def test_a_stuck_suspect_stops_nobody_else(dsn, outbox: Outbox, table: Table):

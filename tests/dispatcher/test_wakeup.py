@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import pytest
+import structlog
 
 from pulse_outbox import Event, NewEvent, Outbox
 from tests.support.dispatching import Table, dispatching
@@ -114,16 +115,20 @@ async def test_it_sleeps_until_the_next_job_is_due(dsn, outbox: Outbox, table: T
 
 async def test_a_terminated_listener_is_made_again(dsn, outbox: Outbox, table: Table):
     arrivals = Arrivals(outbox)
-    async with dispatching(outbox, dsn, poll=60):
-        await asleep(table)
-        [(old,)] = await _listener(table)
-        await table.execute("select pg_terminate_backend(%s)", old)
+    with structlog.testing.capture_logs() as lines:
+        async with dispatching(outbox, dsn, poll=60):
+            await asleep(table)
+            [(old,)] = await _listener(table)
+            await table.execute("select pg_terminate_backend(%s)", old)
 
-        async def another() -> bool:
-            return any(pid != old for (pid,) in await _listener(table))
+            async def another() -> bool:
+                return any(pid != old for (pid,) in await _listener(table))
 
-        await wait_until_async(another)
-        assert await arrivals.latency(outbox, table) < 0.3
+            await wait_until_async(another)
+            assert await arrivals.latency(outbox, table) < 0.3
+
+    said = [line["event"] for line in lines if line.get("loop") == "listen"]
+    assert said == ["outbox.loop_failed", "outbox.loop_recovered"]
 
 
 async def test_a_silent_listener_is_noticed_and_made_again(dsn, outbox: Outbox, table: Table, monkeypatch):
