@@ -848,7 +848,8 @@ begin
                      not f.once or count(*) filter (where f.once) over (order by f.place) <= p_slots as fits
                 from unnest(v_found, v_once) with ordinality as f (row, once, place)
                where f.row in (select unnest(v_rows))) as n) as w
-       where w.number <= v_wanted;
+       where w.number <= v_wanted
+         and (w.fits or w.number < v_wanted);          -- what comes behind the last one is not left for want of a slot
     else
       p_slots := p_slots - v_onces;
     end if;

@@ -235,6 +235,19 @@ def test_a_claim_says_where_it_left_a_budget_of_one_behind(outbox, given, policy
     assert outbox.claim(limit=10, p_slots=10, p_budgets=[policy]).left_behind == []
 
 
+def test_a_claim_that_is_full_left_nothing_behind(outbox):
+    """Whoever counts all that comes gets no more than was asked for, unless there are fewer slots than that."""
+    outbox.enqueue_many(2, p_ordering_key="k")
+    outbox.forward(1)
+    outbox.enqueue_many(5, p_max_attempts=1)
+    outbox.claim(limit=1)
+
+    claim = outbox.claim(limit=1)
+
+    assert [row["max_attempts"] for row in claim] == [1], "control: the next one of the key had to wait"
+    assert claim.left_behind == []
+
+
 def test_who_has_another_budget_in_a_topic_of_budgets_of_one_needs_no_slot(outbox):
     """Whatever the handler's policy says, the producer said otherwise."""
     outbox.enqueue()
