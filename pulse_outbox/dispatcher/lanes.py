@@ -92,7 +92,7 @@ class Lanes:
             for lane in listing.lanes
         }
         self._known = {key: max(looked_at, listing.looked_at) for key, looked_at in self._known.items()}
-        self._waiting_for_slot.intersection_update(self._places)
+        self._waiting_for_slot &= {key for key, place in self._places.items() if place.due_at <= now}
 
     def next_due(self) -> float | None:
         """When the first lane is due, on the monotonic clock; None when there is no work at all."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pulse_outbox.doctor.findings import Finding, lasting, literal, quoted, rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from pulse_outbox.operations import Operations
 
@@ -17,6 +17,8 @@ CLOCK_TOLERANCE = timedelta(seconds=2)
 VACUUM_LAG = 5
 """Dead rows, in multiples of what should have brought autovacuum."""
 LONG_TRANSACTION = timedelta(minutes=5)
+BRIEF_TRANSACTION = timedelta(seconds=10)
+"""Where dead rows pile up already, this is long."""
 LONG_SNAPSHOT = 100_000
 """Transactions since an old snapshot was taken, where its time can't be seen."""
 
@@ -122,11 +124,14 @@ def check_vacuum_horizon(operations: Operations) -> Iterator[Finding]:
             order by greatest(age(backend_xmin), age(backend_xid)) desc
             limit 50""",
     )
+    patience = (
+        BRIEF_TRANSACTION if any(_is_behind(row) for row in _dead_rows(operations)) else LONG_TRANSACTION
+    )
     hidden = False
     for row in found:
         if row["since"] is None:
             hidden = hidden or row["state"] is None
-        if (row["since"] is not None and row["since"] > LONG_TRANSACTION) or (
+        if (row["since"] is not None and row["since"] > patience) or (
             row["since"] is None and row["age"] > LONG_SNAPSHOT
         ):
             since = (
@@ -191,8 +196,9 @@ def _other_horizons(operations: Operations) -> Iterator[Finding]:
         )
 
 
-def check_autovacuum(operations: Operations) -> Iterator[Finding]:
-    found = rows(
+def _dead_rows(operations: Operations) -> list[dict[str, Any]]:
+    """Of the outbox: one row, or none where there is no such table."""
+    return rows(
         operations,
         """select s.n_dead_tup as dead, s.n_live_tup as live,
                   clock_timestamp() - greatest(s.last_autovacuum, s.last_vacuum) as since,
@@ -202,8 +208,15 @@ def check_autovacuum(operations: Operations) -> Iterator[Finding]:
              join pg_class c on c.oid = s.relid
             where s.schemaname = %(schema)s and s.relname = 'outbox'""",
     )
-    for row in found:
-        if row["dead"] > VACUUM_LAG * row["threshold"]:
+
+
+def _is_behind(table: Mapping[str, Any]) -> bool:
+    return bool(table["dead"] > VACUUM_LAG * table["threshold"])
+
+
+def check_autovacuum(operations: Operations) -> Iterator[Finding]:
+    for row in _dead_rows(operations):
+        if _is_behind(row):
             last = f"{lasting(row['since'])} ago" if row["since"] is not None else "never"
             yield Finding(
                 check="autovacuum",

@@ -221,6 +221,23 @@ def test_session_that_holds_vacuum_back(command, dsn, calls, connect, monkeypatc
     assert any("grant pg_read_all_stats to" in one["remedy"] for one in hidden)
 
 
+def test_where_dead_rows_pile_up_a_short_transaction_is_long(command, dsn, calls, connect, monkeypatch):
+    """Who comes to see why the table grows wants to know whose fault it is now, not in five minutes."""
+    monkeypatch.setattr(server, "BRIEF_TRANSACTION", timedelta(0))
+    holder = connect()
+    holder.execute("set transaction isolation level repeatable read")
+    holder.execute("select count(*) from pulse.outbox")
+    session = f"session {holder.info.backend_pid} "
+
+    before = findings(command, "vacuum", "--dsn", dsn, wrong=False)
+    monkeypatch.setattr(server, "VACUUM_LAG", -1)
+    after = findings(command, "vacuum", "--dsn", dsn)
+    holder.rollback()
+
+    assert not any(session in one["what"] for one in before)
+    assert any(session in one["what"] for one in after)
+
+
 def test_old_snapshot_is_named_even_when_its_time_is_hidden(command, calls, connect, monkeypatch):
     monkeypatch.setattr(server, "LONG_SNAPSHOT", -1)
     holder = connect()

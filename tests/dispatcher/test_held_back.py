@@ -408,6 +408,9 @@ def test_budgets_of_one_are_waited_for_until_their_lane_has_none():
     assert lanes.wait_for_slot(lambda topic: 1)
     lanes.refresh(Listing([], NOON, 0.0), now=1.0)
     assert not lanes.wait_for_slot(lambda topic: 1), "somebody else has taken it"
+    lanes = waiting()
+    lanes.refresh(Listing([behind._replace(due_in=3600)], NOON, 0.0), now=1.0)
+    assert not lanes.wait_for_slot(lambda topic: 1), "and the lane has something for later"
 
 
 def test_a_topic_that_was_left_out_for_a_while_gets_its_turn():
