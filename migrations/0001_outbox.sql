@@ -828,7 +828,7 @@ begin
     exit when v_found is null;
 
     v_rows := v_found;
-    if v_keyed or v_onces > p_slots or v_stride < v_wanted then
+    if v_keyed or v_onces > p_slots or v_stride <> v_wanted then
       select o.next_run_at, o.seq + 1
         into p_next_run_at, p_seq
         from pulse.outbox o
@@ -857,7 +857,7 @@ begin
     v_wanted := v_wanted - least(v_wanted, cardinality(v_rows));
     exit when cardinality(v_found) < v_stride
            -- More of the same would only be locked for nothing.
-           or ((v_round > 1 or p_budget = 1) and p_slots < 1 and v_onces = cardinality(v_found));
+           or ((v_round > 1 or p_budget = 1) and p_slots < 1 and v_left is not null and v_onces = cardinality(v_found));
     v_stride := least(2000, greatest(100, v_wanted * 4 ^ v_round));
   end loop;
   return (v_taken, p_slots, v_left)::pulse.taken;

@@ -12,6 +12,7 @@ import functools
 import logging
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ import structlog
 from pulse_outbox.dispatcher.child_process import ChildFailed, ChildProcess
 from pulse_outbox.dispatcher.intake import AHEAD
 from pulse_outbox.dispatcher.jobs import Job, Released, once_first
+from pulse_outbox.dispatcher.lanes import Turn
 from pulse_outbox.dispatcher.loops import keep_going
 from pulse_outbox.dispatcher.transactions import POOL_SIZE as TRANSACTIONS
 from pulse_outbox.log import log
@@ -56,7 +58,7 @@ class DueLanes:
     def __init__(self) -> None:
         self.some = asyncio.Event()
         self._places: dict[LaneKey, dict[str, Any]] = {}
-        self._turn = 0
+        self._turn = Turn()
 
     @property
     def topics(self) -> set[str]:
@@ -73,17 +75,16 @@ class DueLanes:
 
     def ask(self, limit: int, room: Callable[[str], int]) -> dict[LaneKey, int]:
         """For a claim: one lane of each topic that has room, and how many to take from it."""
-        topics = sorted(topic for topic in self.topics if room(topic) > 0)
+        topics = self._turn.order(topic for topic in self.topics if room(topic) > 0)
         if not topics:
             return {}
         share = -(-limit // len(topics))
-        self._turn = (self._turn + 1) % len(topics)  # with fewer places than topics everyone gets one in time
         return {
             min(
                 (key for key in self._places if key.topic == topic),
                 key=lambda key: (-key.priority, key.lapses, key.generation),
             ): min(share, room(topic))
-            for topic in topics[self._turn :] + topics[: self._turn]
+            for topic in topics
         }
 
     def as_asked(self, quotas: Mapping[LaneKey, int]) -> list[dict[str, Any]]:
@@ -92,6 +93,8 @@ class DueLanes:
 
     def note(self, quotas: Mapping[LaneKey, int], limit: int, claims: Sequence[Claim]) -> None:
         """Moves the lanes on after a claim (whose rows come in order), and forgets those that are empty."""
+        shares = {key.topic: quota for key, quota in quotas.items()}
+        self._turn.took(shares, Counter(claim.topic for claim in claims))
         for key, quota in quotas.items():
             taken = [
                 claim

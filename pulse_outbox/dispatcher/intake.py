@@ -301,9 +301,8 @@ class Intake:
             return 0  # the database does not take results: do not add to them
         free = self._slots.free
         if self._lanes.wait_for_slot(self._room_of):
-            return min(
-                self._settings.batch, free
-            )  # which no slot would ever be while others are claimed ahead
+            # While others are claimed ahead, no slot would ever be free for it.
+            return min(self._settings.batch, free)
         ahead = int(min(self._completion_rate() * AHEAD, AHEAD_BATCHES * self._settings.batch))
         room = free + max(0, ahead - self._slots.waiting)
         # Whole batches once there is work ahead: claims are cheaper by the dozen.
@@ -325,7 +324,7 @@ class Intake:
     def _completion_rate(self) -> float:
         """Jobs ended per second, over the last moments."""
         now = time.monotonic()
-        ended = self._tally.completed + self._tally.retried + self._tally.dead
+        ended = self._slots.ended
         if now - self._ends[-1][0] >= RATE_SAMPLE:
             self._ends.append((now, ended))
         while len(self._ends) > 1 and now - self._ends[0][0] > RATE_WINDOW:
@@ -380,7 +379,11 @@ class Intake:
     async def _wait_for_room(self) -> None:
         self._needs_room = True
         self._stirred.clear()
-        await self._sleep(self._settings.seconds("poll"))
+        poll = self._settings.seconds("poll")
+        await self._sleep(poll)
+        listing_is_due = time.monotonic() >= self._listed_at + max(poll, self._listing_interval)
+        if listing_is_due and not self._got_room and not self._holds:
+            await self._list()  # for suspects, which have room elsewhere
         self._needs_room = self._got_room = False
 
     async def _rest(self) -> None:

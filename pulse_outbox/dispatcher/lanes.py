@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from datetime import datetime
 
     from pulse_outbox.store import Claim, Claimed, Listing
@@ -32,6 +32,8 @@ LONG_LOOK_BACK = timedelta(seconds=10)
 """How far to find what longer ones committed. That walks over all that has died since then: …"""
 LONG_LOOK_INTERVAL = 1.0
 """… so only this often, in seconds."""
+ASKED_TOPICS = 2
+"""How many topics one claim asks, for each event that it may take: somebody else may be faster here and there."""
 
 
 class LaneKey(NamedTuple):
@@ -56,6 +58,27 @@ class _Place:
     """The last claim found less than it asked for: not worth asking again before the next listing."""
 
 
+class Turn:
+    """Whose turn it is to be first: with fewer places than topics everyone gets one in time.
+
+    Kept by name, since those that have work are others every time.
+    """
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def order(self, topics: Iterable[str]) -> list[str]:
+        """These topics, from the one on whose turn it is."""
+        names = sorted(topics)
+        first = bisect_right(names, self._last)
+        return names[first:] + names[:first]
+
+    def took(self, quotas: Mapping[str, int], taken: Mapping[str, int]) -> None:
+        """Goes on behind the last one that got all that it was to get: the claim was full before the next one had."""
+        full = (topic for topic in reversed(list(quotas)) if taken.get(topic, 0) >= quotas[topic])
+        self._last = next(full, next(iter(quotas)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimPlan:
     """One claim call: the lanes in order, and the quota of each topic, which its lanes share."""
@@ -67,6 +90,8 @@ class ClaimPlan:
     quotas: dict[str, int]
     known: frozenset[LaneKey] = frozenset()
     """Those of the keys that are asked from where they were last seen, not from where they stand."""
+    turns: dict[str, int] = field(default_factory=dict)
+    """The quotas of those whose turns it asks for, in their order."""
 
 
 class Lanes:
@@ -80,8 +105,7 @@ class Lanes:
         self._looked_far_at = 0.0
         self._waiting_for_slot: set[LaneKey] = set()
         """Where the last claim left a budget of one behind."""
-        self._first = ""
-        """The topic whose turn it was to be first."""
+        self._turn = Turn()
 
     def refresh(self, listing: Listing, now: float) -> None:
         """Starts again from a fresh listing."""
@@ -125,13 +149,9 @@ class Lanes:
         }
         if not places or limit < 1:
             return None
-        topics = sorted({key.topic for key in places})
-        # Whose turn it is to be first goes round: with fewer places than topics everyone gets one in time.
-        turn = bisect_right(topics, self._first) % len(topics)
-        topics = topics[turn:] + topics[:turn]
-        self._first = topics[0]
+        topics = self._turn.order({key.topic for key in places})
         share = -(-limit // len(topics))
-        quotas = {topic: min(share, room(topic)) for topic in topics}
+        quotas = turns = {topic: min(share, room(topic)) for topic in topics[: limit * ASKED_TOPICS]}
         known: set[LaneKey] = set()
         if also_known:
             look_back = self._look_back(now)
@@ -144,12 +164,14 @@ class Lanes:
                     known.add(key)
                 places[key] = place
             # Mostly they have nothing, which must not cost the others a part of their share.
-            new = [topic for topic in dict.fromkeys(key.topic for key in places) if topic not in quotas]
+            listed = set(topics)
+            new = [topic for topic in dict.fromkeys(key.topic for key in places) if topic not in listed]
             share = -(-limit // (len(topics) + len(new)))
             quotas = {topic: min(share, room(topic)) for topic in new} | quotas
         by_topic: dict[str, list[LaneKey]] = {topic: [] for topic in quotas}
         for key in places:
-            by_topic[key.topic].append(key)
+            if key.topic in by_topic:
+                by_topic[key.topic].append(key)
         keys = [
             key
             for topic in quotas
@@ -158,7 +180,9 @@ class Lanes:
         lanes = [
             self._asked(key, quotas[key.topic], places[key].next_run_at, places[key].seq) for key in keys
         ]
-        return ClaimPlan(limit=limit, lanes=lanes, keys=keys, quotas=quotas, known=frozenset(known))
+        return ClaimPlan(
+            limit=limit, lanes=lanes, keys=keys, quotas=quotas, known=frozenset(known), turns=turns
+        )
 
     def guess(self, limit: int, now: float, *, anywhere: bool = True) -> ClaimPlan | None:
         """A claim without a listing: from the lanes of the last events or, where they were many, from all there are.
@@ -204,6 +228,8 @@ class Lanes:
 
     def note(self, plan: ClaimPlan, claims: Claimed) -> None:
         """Moves the lanes on after a claim (whose rows come in order)."""
+        if len(plan.turns) > 1:
+            self._turn.took(plan.turns, Counter(claim.topic for claim in claims))
         lanes: list[LaneKey] = [_lane_of(claim) for claim in claims]  # type: ignore[misc]  # equal, and hashed alike
         last_of = dict(zip(lanes, claims, strict=True))
         if claims:

@@ -68,6 +68,8 @@ class Slots:
         self._idle: list[Slot] = []
         self._slots = [Slot() for _ in range(concurrency)]
         self._running = 0
+        self.ended = 0
+        """Jobs that have started and ended."""
         self._slice_end = 0.0
         self._slice_over = False
         self._checking: asyncio.Task[None] | None = None
@@ -197,6 +199,7 @@ class Slots:
                 await self._forget_cancellation(slot.task)
         finally:
             self._running -= 1
+            self.ended += 1
             slot.job, slot.deadline = None, None
             expired, slot.expired_at = slot.expired_at, None
             early, slot.settled_early = slot.settled_early, False

@@ -152,6 +152,32 @@ async def test_nothing_is_hoarded_when_quick_jobs_are_followed_by_slow_ones(
     assert ran_by.count("two") >= 30, f"{ran_by.count('two')} of 100, {took:.1f} s"
 
 
+async def test_what_a_sweep_finds_dead_is_no_work_of_this_process(dsn, outbox: Outbox, table: Table):
+    """Its own jobs are no quicker for it, so no more of them may be claimed ahead."""
+    outbox.handler("once", retry=RetryPolicy(max_attempts=1))(lambda event: None)
+
+    @outbox.handler("slow")
+    async def slow(event: Event) -> None:
+        await asyncio.sleep(1)
+
+    await table.enqueue_many(outbox, [NewEvent("once", {}) for _ in range(1000)])
+    await table.execute(
+        "select count(*) from pulse.outbox_claim(%s, 'other', '{once}', 1000, p_lease => '0 s', p_budgets => '{1}')",
+        uuid4(),
+    )
+    await table.enqueue_many(outbox, [NewEvent("slow", {}) for _ in range(200)])
+    most = 0
+    async with dispatching(outbox, dsn, concurrency=5) as dispatcher:
+        await table.until("status = 'DEAD_LETTERED'", 1000)
+        swept_at = time.monotonic()
+        while time.monotonic() < swept_at + 1.5:
+            most = max(most, dispatcher._slots.waiting)
+            await asyncio.sleep(0.01)
+        assert dispatcher._tally.dead == 1000, "control: it was this one that found them"
+
+    assert most <= 10
+
+
 async def test_a_budget_of_one_is_never_claimed_ahead(dsn, outbox: Outbox, table: Table):
     """It must not wait in the memory of a process that may die; its neighbours may."""
     claimed_ahead = 0

@@ -194,6 +194,16 @@ def test_lonely_ones_do_not_queue_up_behind_a_long_one(start, rows):
     assert rows.one("endless").status == "RUNNING"
 
 
+def test_suspects_are_noticed_while_no_slot_is_free(start, rows):
+    """They have a process of their own, and handlers may run for hours."""
+    rows.enqueue("innocent", {"seconds": 600}, number=2)
+    start(concurrency=2, grace=0.5)
+    rows.until("status = 'RUNNING'", 2)
+    rows.enqueue("innocent", lapses=1)
+
+    rows.until("status = 'COMPLETED'", 1)
+
+
 def test_limit_of_a_handler_holds_across_processes(start, rows):
     """A handler's concurrency is a promise to somebody else's server, whichever process keeps it."""
     for lapses in (0, 1, 2):

@@ -357,7 +357,7 @@ def test_another_migrate_that_never_ends_is_named(empty_dsn, monkeypatch):
 
 def test_settings_of_the_role_do_not_matter(empty_dsn):
     """Many installations give their roles a short statement_timeout and a search_path."""
-    options = "-c statement_timeout=1 -c search_path=public -c default_transaction_isolation=serializable"
+    options = "-c statement_timeout=30 -c search_path=public -c default_transaction_isolation=serializable"
     files = shipped_and("look", "create table pulse.seen as select current_setting('search_path') as path;")
 
     migrate(make_conninfo(empty_dsn, options=options), migrations=files)

@@ -248,6 +248,23 @@ def test_a_claim_that_is_full_left_nothing_behind(outbox):
     assert claim.left_behind == []
 
 
+@pytest.mark.parametrize(("given", "policy"), [({}, 1), ({"max_attempts": 1}, 5)])
+def test_a_budget_of_one_is_seen_behind_those_that_wait_for_their_key(outbox, given, policy: int):
+    """One call parks them, and goes on: else each would hide the rest until the next listing."""
+    outbox.enqueue("other", key="k")
+    producers = {"producer_" + name: value for name, value in given.items()}
+    for _ in range(20):
+        outbox.insert(ordering_key="k", **producers)
+    outbox.forward(1)
+    free = outbox.enqueue(**{"p_" + name: value for name, value in given.items()})
+    outbox.forward(1)
+
+    claim = outbox.claim(limit=10, p_slots=0, p_budgets=[policy])
+
+    assert claim == []
+    assert [behind["seq"] for behind in claim.left_behind] == [outbox.row(free)["seq"]]
+
+
 def test_who_has_another_budget_in_a_topic_of_budgets_of_one_needs_no_slot(outbox):
     """Whatever the handler's policy says, the producer said otherwise."""
     outbox.enqueue()
