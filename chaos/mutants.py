@@ -106,7 +106,7 @@ MUTANTS: dict[str, Mutant] = {
         why="a claim whose answer was lost takes other jobs, and forgets the first ones until they lapse",
         noticed_by=("claim",),
         course="lost answers",
-        changes=(("outbox_claim", "if not p_fresh and exists", "if false and exists"),),
+        changes=(("outbox_claim", "if not p_fresh then", "if false then"),),
     ),
     "no read-back": Mutant(
         why="a completion whose answer was lost counts as a lost lease, and the job is run again",

@@ -951,7 +951,7 @@ begin
     return;
   end if;
 
-  if not p_fresh and exists (select 1 from pulse.outbox o where o.status = 'RUNNING' and o.claim_token = p_token) then
+  if not p_fresh then
     return query
     select o.event_id, o.seq, o.topic, o.payload, o.headers, o.source, o.target, o.idempotency_key,
            o.ordering_key, o.priority, o.generation, o.attempts, o.max_attempts, o.lease_seq,
@@ -960,7 +960,9 @@ begin
       from pulse.outbox o
      where o.status = 'RUNNING'
        and o.claim_token = p_token;
-    return;
+    if found then
+      return;
+    end if;
   end if;
 
   v_paused := pulse.paused_topics();

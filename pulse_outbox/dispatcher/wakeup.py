@@ -26,17 +26,47 @@ async def listen(
     async with await psycopg.AsyncConnection.connect(
         conninfo, autocommit=True, prepare_threshold=None
     ) as conn:
+        conn.add_notify_handler(lambda _: wake())  # what comes along with an answer
         try:
             await _within(CHECK_TIMEOUT, conn, _start(conn, f"{schema}_outbox_wake"))
             connected(True)
             wake()  # whatever was enqueued while nobody listened
             while True:
-                async for _ in conn.notifies(timeout=CHECK_INTERVAL):
-                    wake()
+                await _hear(conn, wake, CHECK_INTERVAL)
                 # A connection can be dead without saying so: nothing but an answer shows that it lives.
                 await _within(CHECK_TIMEOUT, conn, _ask(conn))
         finally:
             connected(False)
+
+
+async def _hear(conn: psycopg.AsyncConnection[Any], wake: Callable[[], None], seconds: float) -> None:
+    """Listens for so long. The socket itself calls *wake*: an event that comes alone waits for nothing in between."""
+    loop = asyncio.get_running_loop()
+    descriptor = conn.fileno()
+    lost: asyncio.Future[None] = loop.create_future()
+
+    def read() -> None:
+        try:
+            conn.pgconn.consume_input()
+        except psycopg.Error as error:
+            loop.remove_reader(descriptor)  # at once: the next socket that is opened may get its number
+            lost.set_exception(error)
+            return
+        heard = False
+        while conn.pgconn.notifies():
+            heard = True
+        if heard:
+            wake()
+
+    loop.add_reader(descriptor, read)
+    try:
+        read()  # what the last answer brought along is in no socket any more
+        await asyncio.wait({lost}, timeout=seconds)
+    finally:
+        if not lost.done():
+            loop.remove_reader(descriptor)
+    if lost.done():
+        lost.result()
 
 
 async def _start(conn: psycopg.AsyncConnection[Any], channel: str) -> None:

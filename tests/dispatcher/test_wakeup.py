@@ -9,6 +9,7 @@ import pytest
 import structlog
 
 from pulse_outbox import Event, NewEvent, Outbox
+from pulse_outbox.dispatcher import wakeup
 from tests.support.dispatching import Table, dispatching
 from tests.support.proxy import proxied
 from tests.support.waiting import wait_until_async
@@ -195,3 +196,28 @@ async def test_a_wake_up_that_crosses_with_falling_asleep(dsn, outbox: Outbox, t
             await asyncio.sleep(gap)
 
     assert max(latencies) < 0.3
+
+
+@pytest.mark.parametrize("interval", [0.0, 0.001])
+async def test_no_notification_is_lost_while_the_listener_is_asked_whether_it_lives(
+    dsn, table: Table, monkeypatch, interval: float
+):
+    """It comes with the answer, behind it, or between the two: each way is another reader's."""
+    monkeypatch.setattr(wakeup, "CHECK_INTERVAL", interval)
+    heard = asyncio.Event()
+    up = asyncio.Event()
+    listening = asyncio.create_task(
+        wakeup.listen(
+            dsn, schema="pulse", wake=heard.set, connected=lambda is_up: up.set() if is_up else None
+        )
+    )
+    try:
+        async with asyncio.timeout(20):
+            await up.wait()
+            for _ in range(300):
+                heard.clear()
+                await table.execute("select pg_notify('pulse_outbox_wake', '')")
+                await heard.wait()
+    finally:
+        listening.cancel()
+        await asyncio.wait({listening})

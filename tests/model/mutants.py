@@ -57,9 +57,7 @@ MUTANTS = {
         ),
         before=ATTEMPTS_OF_A_CLAIM,
     ),
-    "claim is not idempotent": Mutant(
-        changes=(("outbox_claim", "if not p_fresh and exists", "if false and exists"),)
-    ),
+    "claim is not idempotent": Mutant(changes=(("outbox_claim", "if not p_fresh then", "if false then"),)),
     "reap keeps the token": Mutant(
         changes=(("record_failure", "case when not p_reaped then o.claim_token end", "o.claim_token"),)
     ),
