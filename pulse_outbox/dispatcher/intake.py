@@ -218,19 +218,18 @@ class Intake:
             await self._wait_for_room()
             return None
         now = time.monotonic()
-        plan = None
-        if self._listing_interval > LISTING_INTERVAL_MIN:
-            also_known = now >= self._known_asked_at + LISTING_INTERVAL_MIN
-            plan = self._lanes.plan(wanted, self._room_of, now, also_known=also_known)
-            if plan and also_known:
-                self._known_asked_at = now
+        lists_seldom = self._listing_interval > LISTING_INTERVAL_MIN
+        also_known = lists_seldom and now >= self._known_asked_at + LISTING_INTERVAL_MIN
+        plan = self._lanes.plan(wanted, self._room_of, now, also_known=also_known)
+        if plan and also_known:
+            self._known_asked_at = now
         pause = self._listing_interval if plan or not self._listing_is_costly else self._costly_interval
         listing_is_due = now >= self._listed_at + pause
         woken = self._relist and plan is None
         if woken:
             self._relist = False
-        # Woken: one call is mostly enough. What it does not find, the listing after it shows, which must come: else a
-        # topic whose every job wakes this would keep all others from being seen.
+        # Woken, and nothing is left of what was listed: one call is mostly enough. What it does not find, the listing
+        # after it shows, which must come: else a topic whose every job wakes this would keep all others from sight.
         if woken and not (self._guessed and listing_is_due) and (guess := self._guess(wanted)):
             self._guessed = True
             return self._call_of(guess)
@@ -382,7 +381,7 @@ class Intake:
         poll = self._settings.seconds("poll")
         await self._sleep(poll)
         listing_is_due = time.monotonic() >= self._listed_at + max(poll, self._listing_interval)
-        if listing_is_due and not self._got_room and not self._holds:
+        if listing_is_due and not self._holds and self._wanted() < 1:
             await self._list()  # for suspects, which have room elsewhere
         self._needs_room = self._got_room = False
 

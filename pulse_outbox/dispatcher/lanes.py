@@ -229,7 +229,10 @@ class Lanes:
     def note(self, plan: ClaimPlan, claims: Claimed) -> None:
         """Moves the lanes on after a claim (whose rows come in order)."""
         if len(plan.turns) > 1:
-            self._turn.took(plan.turns, Counter(claim.topic for claim in claims))
+            served = Counter(claim.topic for claim in claims)
+            # Where those that were asked before them took it all, it is still their turn.
+            if len(claims) < plan.limit or served.keys() & plan.turns.keys():
+                self._turn.took(plan.turns, served)
         lanes: list[LaneKey] = [_lane_of(claim) for claim in claims]  # type: ignore[misc]  # equal, and hashed alike
         last_of = dict(zip(lanes, claims, strict=True))
         if claims:

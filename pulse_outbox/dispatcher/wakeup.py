@@ -43,14 +43,14 @@ async def _hear(conn: psycopg.AsyncConnection[Any], wake: Callable[[], None], se
     """Listens for so long. The socket itself calls *wake*: an event that comes alone waits for nothing in between."""
     loop = asyncio.get_running_loop()
     descriptor = conn.fileno()
-    lost: asyncio.Future[None] = loop.create_future()
+    lost: asyncio.Future[psycopg.Error] = loop.create_future()
 
     def read() -> None:
         try:
             conn.pgconn.consume_input()
         except psycopg.Error as error:
             loop.remove_reader(descriptor)  # at once: the next socket that is opened may get its number
-            lost.set_exception(error)
+            lost.set_result(error)
             return
         heard = False
         while conn.pgconn.notifies():
@@ -66,7 +66,7 @@ async def _hear(conn: psycopg.AsyncConnection[Any], wake: Callable[[], None], se
         if not lost.done():
             loop.remove_reader(descriptor)
     if lost.done():
-        lost.result()
+        raise lost.result()
 
 
 async def _start(conn: psycopg.AsyncConnection[Any], channel: str) -> None:

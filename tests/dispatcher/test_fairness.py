@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from typing import Any
 from uuid import uuid4
 
@@ -88,6 +89,26 @@ async def test_one_slot_goes_round_the_topics(dsn, outbox: Outbox, table: Table)
     assert len(order) == 90
     first = order[:45]
     assert all(first.count(topic) >= 8 for topic in "abc"), order
+
+
+async def test_wake_ups_change_nothing_about_the_shares_of_backlogs(dsn, outbox: Outbox, table: Table):
+    """A guess gives all that it gets to whoever comes first: it is for when nothing is known to wait."""
+    ran: Counter[str] = Counter()
+
+    async def note(event: Event) -> None:
+        ran[event.topic] += 1
+        await asyncio.sleep(0.02)
+
+    for topic in "abc":
+        outbox.handler(topic)(note)
+    await table.enqueue_many(outbox, [NewEvent(topic, {}) for topic in "abc" for _ in range(300)])
+    async with dispatching(outbox, dsn, concurrency=6) as dispatcher:
+        while ran.total() < 450:
+            if hasattr(dispatcher, "_intake"):
+                dispatcher._intake.wake()
+            await asyncio.sleep(0.005)
+
+    assert min(ran.values()) > 120, ran
 
 
 async def test_slow_jobs_are_not_hoarded(dsn, outbox: Outbox, table: Table):

@@ -252,6 +252,22 @@ def test_a_turn_is_moved_by_claims_and_not_by_plans():
     assert first == ["a", "b", "a", "b"]
 
 
+def test_a_turn_that_others_used_up_is_not_over():
+    """Those that are known are asked first. Where they fill every second claim, one of two topics never had a turn."""
+    lanes = Lanes()
+    note(lanes, some(lanes.guess(1, 0.0)), claim("known"))
+    listed = [Lane(topic, 0, 0, 0, NOON, 1, due_in=-60) for topic in "ab"]
+    served = []
+    for step in range(8):
+        lanes.refresh(Listing(listed, NOON, 0.0), now=1.0)
+        plan = some(lanes.plan(1, lambda topic: 10, 2.0, also_known=True))
+        assert plan.keys[0].topic == "known"
+        served.append(plan.keys[step % 2].topic)
+        note(lanes, plan, claim(served[-1]))
+
+    assert served == ["known", "a", "known", "b"] * 2
+
+
 def test_nobody_asks_thousands_of_topics_for_a_few_events():
     lanes = Lanes()
     topics = [f"t{number:04}" for number in range(3000)]

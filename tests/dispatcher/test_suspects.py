@@ -89,8 +89,8 @@ def start(dsn: str) -> Iterator[Start]:
     """Starts a dispatcher of the suspects' application with short times."""
     with ExitStack() as stack:
 
-        def start_one(environment: dict[str, Any] = NOTHING, **options: Any) -> Command:
-            arguments = [f"--{name}={value}" for name, value in {**QUICK, **options}.items()]
+        def start_one(*flags: str, environment: dict[str, Any] = NOTHING, **options: Any) -> Command:
+            arguments = [*flags, *(f"--{name}={value}" for name, value in {**QUICK, **options}.items())]
             return stack.enter_context(running(ROOT, TARGET, *arguments, dsn=dsn, **environment))
 
         yield start_one
@@ -197,11 +197,16 @@ def test_lonely_ones_do_not_queue_up_behind_a_long_one(start, rows):
 def test_suspects_are_noticed_while_no_slot_is_free(start, rows):
     """They have a process of their own, and handlers may run for hours."""
     rows.enqueue("innocent", {"seconds": 600}, number=2)
-    start(concurrency=2, grace=0.5)
+    start("--no-notify", concurrency=2, grace=0.5)
     rows.until("status = 'RUNNING'", 2)
-    rows.enqueue("innocent", lapses=1)
+    rows.enqueue("innocent", {"seconds": 0.2}, lapses=1, number=300)
+    rows.until("status = 'RUNNING'", 4)
+    rows.enqueue("noted", lapses=1)
 
-    rows.until("status = 'COMPLETED'", 1)
+    rows.until("topic = 'noted' and status = 'COMPLETED'", 1)
+    assert rows.count("status = 'PENDING'"), (
+        "control: they came all the time, and each was a place that had become free"
+    )
 
 
 def test_limit_of_a_handler_holds_across_processes(start, rows):
@@ -433,7 +438,7 @@ def test_child_is_kept_for_the_next_suspect(start, rows):
 
 def test_resources_may_take_longer_than_a_lease_to_open(start, rows):
     """A lifespan that loads a model, or a slow machine: that is no event loop that stands still."""
-    command = start({"TEST_SLOW_LIFESPAN": "2"})
+    command = start(environment={"TEST_SLOW_LIFESPAN": "2"})
     command.wait_for("outbox.started")
     rows.enqueue("innocent", lapses=1)
     rows.until("status = 'COMPLETED'", 1, within=40)
@@ -446,7 +451,7 @@ def test_application_that_does_not_load_is_tried_ever_more_rarely(start, rows, t
     """The suspects keep their attempts and wait for somebody who can run them; everything else goes on."""
     broken = tmp_path / "broken"
     broken.touch()
-    command = start({"TEST_BREAK_IF_THERE": str(broken)})
+    command = start(environment={"TEST_BREAK_IF_THERE": str(broken)})
     command.wait_for("outbox.started")
     rows.enqueue("innocent", lapses=1)
     rows.enqueue("innocent", lapses=2)
