@@ -42,6 +42,7 @@ TICK_MAX = 0.5
 
 def main(arguments: list[str]) -> None:
     """Runs until the parent says that it is enough, or is gone."""
+    sys.excepthook = write_whole
     descriptor, parent = map(int, arguments)
     _die_with(parent)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -77,6 +78,12 @@ def _load(order: Mapping[str, Any]) -> Outbox:
         logs.configure(order["log_level"])
     sys.path.extend(path for path in order["path"] if path not in sys.path)
     return load_outbox(order["target"], schema=order["schema"])
+
+
+def write_whole(*raised: Any) -> None:
+    """A traceback in one piece: in the many that Python makes, unbuffered, it would tear the parent's log lines."""
+    sys.stderr.write("".join(traceback.format_exception(*raised)))
+    sys.stderr.flush()
 
 
 def _die_with(parent: int) -> None:
@@ -247,7 +254,7 @@ class Child:
         except BaseException:
             if loop.is_closed():
                 return  # the process is at its end
-            traceback.print_exc()
+            write_whole(*sys.exc_info())
             os._exit(1)
 
     def _obey(self, lines: list[bytes], loop: asyncio.AbstractEventLoop) -> list[Job]:

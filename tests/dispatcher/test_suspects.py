@@ -18,6 +18,7 @@ import pytest
 from psycopg.rows import namedtuple_row
 
 from pulse_outbox import Dispatcher, Outbox
+from pulse_outbox.dispatcher import child
 from pulse_outbox.events import NewEvent
 from pulse_outbox.store import Store
 from tests.support import suspects
@@ -468,6 +469,20 @@ def test_application_that_does_not_load_is_tried_ever_more_rarely(start, rows, t
     assert last - first > 2
     broken.unlink()
     rows.until("status = 'COMPLETED'", 5)
+
+
+def test_a_traceback_of_a_child_is_one_write(monkeypatch):
+    """Both write to one standard error: in pieces it would tear the parent's line, which says that suspects wait."""
+    pieces: list[str] = []
+    monkeypatch.setattr(sys.stderr, "write", pieces.append)
+    try:
+        raise ImportError("not today")
+    except ImportError:
+        child.write_whole(*sys.exc_info())
+
+    [text] = pieces
+    assert text.startswith("Traceback ")
+    assert text.endswith("ImportError: not today\n")
 
 
 # The end of the dispatcher
