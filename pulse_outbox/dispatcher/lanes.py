@@ -228,7 +228,7 @@ class Lanes:
 
     def note(self, plan: ClaimPlan, claims: Claimed) -> None:
         """Moves the lanes on after a claim (whose rows come in order)."""
-        if len(plan.turns) > 1:
+        if plan.turns:
             served = Counter(claim.topic for claim in claims)
             # Where those that were asked before them took it all, it is still their turn.
             if len(claims) < plan.limit or served.keys() & plan.turns.keys():

@@ -208,7 +208,8 @@ def test_a_topic_that_was_left_out_for_a_while_gets_its_turn():
     firsts = []
     for room in ({"a": 0, "b": 9, "c": 0}, {"a": 9, "b": 9, "c": 0}) * 3:
         plan = some(lanes.plan(1, room.__getitem__, 2.0))
-        firsts.append((plan.lanes or [])[0]["topic"])
+        firsts.append(plan.keys[0].topic)
+        note(lanes, plan, claim(firsts[-1]))
 
     assert firsts == ["b", "a"] * 3
 
