@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pulse_outbox.dispatcher.slots import Slots
     from pulse_outbox.dispatcher.state import Tally
     from pulse_outbox.handlers import Handler
-    from pulse_outbox.store import Claim, Store
+    from pulse_outbox.store import Claim, Claimed, Store
 
 AHEAD = 0.1
 """How much work may wait in memory, in seconds of what is being completed at present."""
@@ -60,7 +60,7 @@ STOPPING = "stopping"
 HOLD_PATIENCE = 3.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _ClaimCall:
     """A claim that is under way, or whose answer was lost."""
 
@@ -68,6 +68,10 @@ class _ClaimCall:
     token: UUID
     slots: int
     at: float
+    was_sent: bool = False
+    is_under_way: bool = False
+    answer: asyncio.Future[Claimed] | None = None
+    """Of one that was sent behind another."""
 
 
 class Intake:
@@ -132,8 +136,10 @@ class Intake:
         """Why nothing is claimed now: the process ends, or a suspect runs alone in it."""
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = 0.0
-        self._claiming = False
-        self._unanswered: _ClaimCall | None = None
+        self._calls: deque[_ClaimCall] = deque()
+        """What was asked and not answered yet, in this order; at most two."""
+        self._backlog = False
+        """The last claim brought a whole batch."""
         self._fruitless = False
         """The last claim found nothing of what was listed: somebody else has it locked."""
 
@@ -183,9 +189,9 @@ class Intake:
         """
         self._holds.add(why)
         give_up_at = time.monotonic() + patience
-        while self._claiming and time.monotonic() < give_up_at:
+        while any(call.is_under_way for call in self._calls) and time.monotonic() < give_up_at:
             await asyncio.sleep(0.005)
-        return self._unanswered is None
+        return not self._calls
 
     def let_go(self, why: str) -> None:
         """Ends one hold; others may go on."""
@@ -195,12 +201,17 @@ class Intake:
 
     async def run(self) -> None:
         """Claims for ever."""
-        while True:
-            fresh = self._unanswered is None
-            if self._unanswered is None:
-                self._unanswered = await self._next_claim()
-            if self._unanswered is not None:
-                await self._claim(self._unanswered, fresh=fresh)
+        try:
+            while True:
+                if not self._calls and (call := await self._next_claim()):
+                    self._calls.append(call)
+                if self._calls:
+                    await self._claim(self._calls[0])
+        except asyncio.CancelledError:
+            for call in self._calls:
+                if call.answer is not None:
+                    call.answer.cancel()
+            raise
 
     async def shed(self) -> None:
         """Gives back what was claimed for quick jobs and waits behind slow ones: others may have room for it."""
@@ -218,8 +229,7 @@ class Intake:
             await self._wait_for_room()
             return None
         now = time.monotonic()
-        lists_seldom = self._listing_interval > LISTING_INTERVAL_MIN
-        also_known = lists_seldom and now >= self._known_asked_at + LISTING_INTERVAL_MIN
+        also_known = self._known_are_due(now)
         plan = self._lanes.plan(wanted, self._room_of, now, also_known=also_known)
         if plan and also_known:
             self._known_asked_at = now
@@ -242,6 +252,11 @@ class Intake:
             return None
         return self._call_of(plan)
 
+    def _known_are_due(self, now: float) -> bool:
+        """Whether it is time to ask the known lanes too, since a listing does not come often enough."""
+        lists_seldom = self._listing_interval > LISTING_INTERVAL_MIN
+        return lists_seldom and now >= self._known_asked_at + LISTING_INTERVAL_MIN
+
     def _guess(self, wanted: int) -> ClaimPlan | None:
         """A claim without a listing, where that can be made."""
         now = time.monotonic()
@@ -257,13 +272,63 @@ class Intake:
     def _call_of(self, plan: ClaimPlan) -> _ClaimCall:
         return _ClaimCall(plan=plan, token=uuid4(), slots=self._slots.free, at=time.monotonic())
 
-    async def _claim(self, call: _ClaimCall, *, fresh: bool) -> None:
+    async def _claim(self, call: _ClaimCall) -> None:
         """One claim. After an error it stays unanswered and is asked again: what it took must not be forgotten."""
-        self._claiming = True
+        asking = self._ask(call)
+        if len(self._calls) == 1 and (following := self._following(call)):
+            asking = asyncio.ensure_future(asking)  # sent before the other one
+            self._calls.append(following)
+            self._ask_behind(following)
+        claims = await asking
+        self._calls.popleft()
+        self._backlog = len(claims) >= self._settings.batch
+        self._fruitless = bool(call.plan.keys) and not claims
+        if claims and self._listing_is_costly:
+            self._relist = True  # guess until nothing is found
+        self._lanes.note(call.plan, claims)
+        self._take_in(claims, call)
+        if claims:
+            if len(claims) < call.plan.limit:
+                await asyncio.sleep(0)  # handlers first, then the next question
+            # else the database had better take the next ones while handlers run: there are more
+            await self._stop_listening_when_busy(len(claims))
+
+    def _following(self, call: _ClaimCall) -> _ClaimCall | None:
+        """In a backlog, the claim to send right behind this one: else the database would wait until its answer is read.
+
+        The server gets to it when this one is over, so it may begin where this one does.
+        """
+        batch, now = self._settings.batch, time.monotonic()
+        if not self._backlog or call.plan.limit < batch or self._wanted(coming=batch) < batch:
+            return None
+        if now >= self._listed_at + self._listing_interval or self._known_are_due(now):
+            return None
+        plan = self._lanes.plan(batch, self._room_of, now)
+        # The slots that are free are promised to those with a budget of one that the first one finds.
+        return None if plan is None else _ClaimCall(plan=plan, token=uuid4(), slots=0, at=now)
+
+    def _ask(self, call: _ClaimCall) -> Awaitable[Claimed]:
+        """The answer to a claim, which is sent unless it is under way."""
+        if call.answer is not None:
+            return call.answer
         # Suspects are claimed beside this, and share the limits of handlers.
         self._in_flight.ask(call.token, call.plan.quotas.items())
+        call.is_under_way = True
+        return self._answer_to(call)
+
+    def _ask_behind(self, call: _ClaimCall) -> None:
+        call.answer = asyncio.ensure_future(self._ask(call))
+
+        def forget(answer: asyncio.Future[Claimed]) -> None:
+            if answer.cancelled() or answer.exception():
+                call.answer = None  # to be sent again when its turn comes
+
+        call.answer.add_done_callback(forget)
+
+    async def _answer_to(self, call: _ClaimCall) -> Claimed:
+        fresh, call.was_sent = not call.was_sent, True
         try:
-            claims = await self._store.claim(
+            return await self._store.claim(
                 limit=call.plan.limit,
                 topics=self._topics,
                 worker=self._settings.worker,
@@ -276,24 +341,13 @@ class Intake:
                 token=call.token,
                 fresh=fresh,
             )
-            self._unanswered = None
-            self._fruitless = bool(call.plan.keys) and not claims
-            if claims and self._listing_is_costly:
-                self._relist = True  # guess until nothing is found
-            self._lanes.note(call.plan, claims)
-            self._take_in(claims, call)
         finally:
-            self._claiming = False
-        if claims:
-            if len(claims) < call.plan.limit:
-                await asyncio.sleep(0)  # handlers first, then the next question
-            # else the database had better take the next ones while handlers run: there are more
-            await self._stop_listening_when_busy(len(claims))
+            call.is_under_way = False
 
     # How much
 
-    def _wanted(self) -> int:
-        """How many to claim now: what can start at once, and about 100 ms of work beyond."""
+    def _wanted(self, coming: int = 0) -> int:
+        """How many to claim now: what can start at once, and about 100 ms of work beyond, less what is *coming*."""
         if self._holds:
             return 0
         if len(self._settler) >= 4 * self._settings.batch:
@@ -303,7 +357,7 @@ class Intake:
             # While others are claimed ahead, no slot would ever be free for it.
             return min(self._settings.batch, free)
         ahead = int(min(self._completion_rate() * AHEAD, AHEAD_BATCHES * self._settings.batch))
-        room = free + max(0, ahead - self._slots.waiting)
+        room = free + max(0, ahead - self._slots.waiting) - coming
         # Whole batches once there is work ahead: claims are cheaper by the dozen.
         if not free and room < min(self._settings.batch, ahead // 2):
             return 0

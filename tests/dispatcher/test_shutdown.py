@@ -206,7 +206,7 @@ async def test_a_claim_under_way_when_it_is_told_to_stop(dsn, outbox: Outbox, ta
     async with dispatching(outbox, dsn, concurrency=4, lease=6, heartbeat=2) as dispatcher:
 
         async def claims() -> bool:
-            return hasattr(dispatcher, "_intake") and dispatcher._intake._claiming
+            return hasattr(dispatcher, "_intake") and bool(dispatcher._intake._calls)
 
         await wait_until_async(claims)
         dispatcher.stop()

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-# psycopg prepares in a message of its own, by names like this.
-_PREPARE = re.compile(rb"P....(_pg3_\d+)\0([^\0]*)\0", re.DOTALL)
-_BIND = re.compile(rb"B....\0(_pg3_\d+)\0", re.DOTALL)
+# Names that psycopg gives, which prepares in a message of its own, and names that a link gives.
+_PREPARE = re.compile(rb"P....((?:_pg3|pulse_outbox)_\d+)\0([^\0]*)\0", re.DOTALL)
+_BIND = re.compile(rb"B....\0((?:_pg3|pulse_outbox)_\d+)\0", re.DOTALL)
 
 
 class Proxy:
@@ -88,7 +88,7 @@ class Proxy:
             """Whether a request is the one whose answer is to be lost, as text or by its prepared name."""
             if self.lose_answer_to is None:
                 return False
-            if self.lose_answer_to in data and not _PREPARE.match(data):
+            if self.lose_answer_to in data and (_BIND.search(data) or not _PREPARE.match(data)):
                 return True
             return any(self.lose_answer_to in prepared.get(name, b"") for name in _BIND.findall(data))
 
