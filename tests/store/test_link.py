@@ -16,7 +16,7 @@ import pytest
 
 from pulse_outbox import EventNotFound, NewEvent, Outbox, SchemaError, TransitionRefused, embedded, schema
 from pulse_outbox.errors import BadArgument
-from pulse_outbox.link import Link
+from pulse_outbox.link import Link, _Line
 from pulse_outbox.storage_retry import CallTimedOut, StorageRetries, StorageRetry
 from pulse_outbox.store import Failure, Store
 from tests.support.dispatching import Table
@@ -58,18 +58,35 @@ async def test_a_lost_connection_is_made_again(table: Table, open_store):
     assert await store.paused() == frozenset()
 
 
-async def test_without_retries_the_error_is_the_callers(table: Table, open_store):
+async def test_without_retries_the_error_is_the_callers(dsn, table: Table, open_store):
     """Control for the test above: the off switch is one."""
     store = open_store(retries=StorageRetries.off())
     await store.paused()
-    await table.execute(
-        "select pg_terminate_backend(pid) from pg_stat_activity "
-        "where application_name = 'pulse-outbox' and datname = current_database()"
-    )
-    with pytest.raises(psycopg.OperationalError):
-        await store.paused()
+    async with await psycopg.AsyncConnection.connect(dsn) as locking:
+        await locking.execute("lock table pulse.pause")
+        call = asyncio.create_task(store.paused())
+        await until_waiting(table)
+        await table.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity "
+            "where application_name = 'pulse-outbox' and datname = current_database()"
+        )
+        with pytest.raises(psycopg.OperationalError):
+            await call
 
     assert await store.paused() == frozenset(), "and the next call has a new connection"
+
+
+async def until_waiting(table: Table, calls: int = 1) -> None:
+    """Until so many sessions of links wait for a lock."""
+
+    async def wait() -> bool:
+        waiting = await table.execute(
+            "select 1 from pg_stat_activity where application_name = 'pulse-outbox' and wait_event_type = 'Lock' "
+            "and datname = current_database()"
+        )
+        return len(waiting) == calls
+
+    await wait_until_async(wait)
 
 
 @pytest.mark.parametrize("function", ["claim", "complete", "fail", "snooze", "release", "heartbeat"])
@@ -122,7 +139,7 @@ async def test_a_lost_answer_counts_once(dsn, table: Table, open_store, function
 
 
 async def test_a_lost_answer_of_a_prepared_statement(dsn, table: Table, open_store):
-    """From the third call on only the statement's name is sent; a new connection does not know it."""
+    """From the second call on only the statement's name is sent; a new connection does not know it."""
     outbox = Outbox()
     outbox.handler("job")(lambda event: None)
     async with proxied(dsn) as proxy:
@@ -230,16 +247,7 @@ async def test_a_cancelled_call_costs_the_connection_and_nothing_else(dsn, table
     locked = await psycopg.AsyncConnection.connect(dsn)
     await locked.execute("lock table pulse.pause")
     call = asyncio.create_task(store.paused())
-
-    async def waits() -> bool:
-        return bool(
-            await table.execute(
-                "select 1 from pg_stat_activity where application_name = 'pulse-outbox' and wait_event_type = 'Lock' "
-                "and datname = current_database()"
-            )
-        )
-
-    await wait_until_async(waits)
+    await until_waiting(table)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
@@ -249,11 +257,150 @@ async def test_a_cancelled_call_costs_the_connection_and_nothing_else(dsn, table
     assert await store.paused() == frozenset()
 
 
-async def test_calls_take_turns(open_store):
-    """Several loops share one connection."""
+async def test_calls_share_a_connection(open_store):
+    """Several loops ask at once; each gets the answer to its own question."""
     store = open_store()
 
     assert await asyncio.gather(*[store.paused() for _ in range(50)]) == [frozenset()] * 50
+
+
+class TestCallsThatOverlap:
+    """One connection, several questions on their way: the server gets to one after the other."""
+
+    async def test_the_next_question_is_with_the_server_before_the_last_one_is_answered(self, dsn):
+        link = Link(dsn)
+        await link.rows(b"select 1", ())
+        started = time.monotonic()
+        slow = asyncio.create_task(link.rows(b"select pg_sleep(0.3), clock_timestamp()", ()))
+        await asyncio.sleep(0)  # sent
+        [(asked_at, begun_at)] = await link.rows(b"select statement_timestamp(), clock_timestamp()", ())
+        [(_, ended_at)] = await slow
+        await link.close()
+
+        assert time.monotonic() - started < 0.6
+        assert ended_at <= begun_at, "one after the other"
+        assert (asked_at - ended_at).total_seconds() < 0.1, "without a pause in between"
+
+    async def test_each_gets_its_own_answer(self, dsn):
+        link = Link(dsn)
+        answers = await asyncio.gather(
+            *[link.rows(b"select %s::int, repeat('x', %s)", (n, n)) for n in range(200)]
+        )
+        await link.close()
+
+        assert answers == [[(n, "x" * n)] for n in range(200)]
+
+    async def test_an_error_is_the_error_of_one(self, dsn, table: Table):
+        """Each is a transaction of its own: what fails takes nothing along, before it or behind it."""
+        await table.execute("create table public.written (n integer)")
+        link = Link(dsn)
+        await link.rows(b"select 1", ())
+        query = b"insert into public.written values (%s) returning 1 / n"
+        answers = await asyncio.gather(
+            *[link.rows(query, (n,)) for n in (1, 0, 2)],
+            link.rows(b"select no_such_function(%s)", (1,)),
+            link.rows(query, (3,)),
+            return_exceptions=True,
+        )
+        again = await asyncio.gather(
+            link.rows(b"select no_such_function(%s)", (1,)), link.rows(query, (4,)), return_exceptions=True
+        )
+        await link.close()
+
+        assert [getattr(answer, "sqlstate", answer) for answer in answers] == [
+            [(1,)],
+            "22012",
+            [(0,)],
+            "42883",
+            [(0,)],
+        ]
+        assert [getattr(answer, "sqlstate", answer) for answer in again] == ["42883", [(0,)]]
+        assert [n for (n,) in await table.execute("select n from public.written order by n")] == [1, 2, 3, 4]
+
+    async def test_a_lost_connection_is_an_error_for_all_of_them(self, dsn, table: Table):
+        link = Link(dsn)
+        await link.rows(b"select 1", ())
+        calls = [asyncio.create_task(link.rows(b"select pg_sleep(20)", ())) for _ in range(3)]
+        await asyncio.sleep(0)
+
+        async def terminated() -> bool:
+            return bool(
+                await table.execute(
+                    "select pg_terminate_backend(pid) from pg_stat_activity where query like 'select pg_sleep(20%%'"
+                    " and state = 'active' and datname = current_database()"
+                )
+            )
+
+        await wait_until_async(terminated)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+
+        assert all(isinstance(answer, psycopg.OperationalError) for answer in answers)
+        assert await link.rows(b"select 2", ()) == [(2,)]
+        await link.close()
+
+    async def test_a_deadline_is_each_ones_own(self, dsn):
+        """The second one waits behind the first, and its time counts from its own question on."""
+        link = Link(dsn, call_timeout=timedelta(seconds=0.5))
+        await link.rows(b"select 1", ())
+        first = asyncio.create_task(link.rows(b"select pg_sleep(20)", ()))
+        await asyncio.sleep(0.3)
+        second = asyncio.create_task(link.rows(b"select 2", ()))
+        answers = await asyncio.gather(first, second, return_exceptions=True)
+
+        assert isinstance(answers[0], CallTimedOut)
+        assert isinstance(answers[1], psycopg.OperationalError)
+        assert not isinstance(answers[1], CallTimedOut)
+        assert await link.rows(b"select 3", ()) == [(3,)]
+        await link.close()
+
+    async def test_a_question_larger_than_the_sockets_buffer(self, dsn):
+        """It is sent piece by piece while the server already answers the one before it."""
+        link = Link(dsn)
+        large = "x" * 30_000_000
+        answers = await asyncio.gather(
+            link.rows(b"select repeat('y', 30000000)", ()),
+            link.rows(b"select %s::text", (large,)),
+            link.rows(b"select length(%s::text)", (large,)),
+        )
+        await link.close()
+
+        assert answers == [[("y" * 30_000_000,)], [(large,)], [(30_000_000,)]]
+
+    async def test_behind_a_pooler_calls_take_turns(self, dsn, monkeypatch):
+        """A pooler may give the session to somebody else as soon as the first one is answered."""
+        outstanding = []
+        real = _Line.ask
+
+        def counted(line: _Line, query: bytes, parameters: Any) -> Any:
+            outstanding.append(len(line._questions))
+            return real(line, query, parameters)
+
+        monkeypatch.setattr(_Line, "ask", counted)
+        for kind, most in ((BehindPooler, 0), (Link, 9)):
+            link = kind(dsn)
+            await link.rows(b"select 1", ())
+            outstanding.clear()
+            await asyncio.gather(*[link.rows(b"select 1", ()) for _ in range(10)])
+            await link.close()
+
+            assert max(outstanding) == most
+
+
+async def test_a_connection_that_ends_while_idle_costs_no_call(table: Table, open_store):
+    """It is noticed at once: the next call makes another one, and needs no retry."""
+    store = open_store(retries=StorageRetries.off())
+    await store.paused()
+    line = store._link._line
+    await table.execute(
+        "select pg_terminate_backend(pid) from pg_stat_activity "
+        "where application_name = 'pulse-outbox' and datname = current_database()"
+    )
+
+    async def noticed() -> bool:
+        return line.is_lost
+
+    await wait_until_async(noticed)
+    assert await store.paused() == frozenset()
 
 
 async def test_our_sqlstates_become_our_exceptions(table: Table, open_store):

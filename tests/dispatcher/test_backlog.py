@@ -1,0 +1,260 @@
+"""In a backlog one claim is sent behind the other: what that must not change."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from typing import Any
+
+import psycopg
+import pytest
+
+from pulse_outbox import Dispatcher, Event, NewEvent, Outbox
+from pulse_outbox.dispatcher.intake import Intake
+from pulse_outbox.storage_retry import StorageRetries
+from pulse_outbox.store import Claimed, Store
+from tests.support.dispatching import QUICK, Table, dispatching, drain
+from tests.support.proxy import proxied
+from tests.support.waiting import wait_until_async
+
+BATCH = 20
+
+
+@pytest.fixture
+def unanswered(monkeypatch) -> list[int]:
+    """How many claims are unanswered, whenever one is sent."""
+    seen: list[int] = []
+    real = Intake._answer_to
+
+    async def counted(intake: Intake, call: Any) -> Claimed:
+        seen.append(len(intake._calls))
+        return await real(intake, call)
+
+    monkeypatch.setattr(Intake, "_answer_to", counted)
+    return seen
+
+
+def runs_of(outbox: Outbox, topic: str = "mail", **options: Any) -> Counter[int]:
+    """Counts the runs of each event of a topic."""
+    runs: Counter[int] = Counter()
+
+    @outbox.handler(topic, **options)
+    async def handle(event: Event[dict[str, int]]) -> None:
+        runs[event.payload["n"]] += 1
+
+    return runs
+
+
+async def fill(table: Table, outbox: Outbox, number: int, topic: str = "mail") -> None:
+    await table.enqueue_many(outbox, [NewEvent(topic, {"n": n}) for n in range(number)])
+
+
+async def test_a_backlog_is_claimed_two_at_a_time_and_run_once(dsn, outbox: Outbox, table: Table, unanswered):
+    runs = runs_of(outbox)
+    await fill(table, outbox, 5000)
+    await drain(outbox, dsn, batch=BATCH)
+
+    assert Counter(unanswered)[2] > 50
+    assert max(unanswered) == 2
+    assert runs == Counter(range(5000))
+    assert await table.count("status = 'COMPLETED' and attempts = 1 and lease_seq = 1") == 5000
+
+
+async def test_without_a_backlog_one_claim_waits_for_its_answer(
+    dsn, outbox: Outbox, table: Table, unanswered
+):
+    """Nothing is gained by a second one, and it would only be one more that can be lost."""
+    runs_of(outbox)
+    async with dispatching(outbox, dsn, batch=BATCH):
+        for n in range(5):
+            await table.until_status(await table.enqueue(outbox, "mail", {"n": n}), "COMPLETED")
+
+    assert set(unanswered) == {1}
+
+
+@pytest.mark.parametrize(
+    "retries", [StorageRetries(), StorageRetries.off()], ids=["tried again", "asked again"]
+)
+async def test_both_answers_are_lost(dsn, outbox: Outbox, table: Table, unanswered, retries):
+    """FAULTS 9, twice at once: both are asked for again by their tokens, and nothing is counted twice."""
+    runs = runs_of(outbox)
+    await fill(table, outbox, 10_000)
+    async with (
+        proxied(dsn) as proxy,
+        dispatching(outbox, proxy.dsn, batch=BATCH, lease=30, retries=retries),
+    ):
+        for lost in range(1, 4):
+
+            async def overlapping() -> bool:
+                return unanswered[-1:] == [2]
+
+            await wait_until_async(overlapping)
+            proxy.lose_answer_to = b"outbox_claim"
+
+            async def is_lost(lost: int = lost) -> bool:
+                return proxy.lost_answers == lost
+
+            await wait_until_async(is_lost)
+        await table.until("status = 'COMPLETED'", 10_000, within=25)
+
+    assert runs == Counter(range(10_000))
+    assert await table.count("attempts = 1 and lease_seq = 1") == 10_000
+
+
+async def test_budgets_of_one_never_wait_in_memory(dsn, outbox: Outbox, table: Table, monkeypatch):
+    """The slots that are free are promised once: what the second claim finds of them stays in the database."""
+    promised: list[tuple[int, int]] = []
+    beyond: list[int] = []
+    ask, take_in = Intake._ask, Intake._take_in
+
+    def asked(intake: Intake, call: Any) -> Any:
+        promised.append((len(intake._calls), sum(call.slots for call in intake._calls) - intake._slots.free))
+        return ask(intake, call)
+
+    def taken_in(intake: Intake, claims: Any, call: Any) -> None:
+        beyond.append(sum(claim.max_attempts == 1 for claim in claims) - intake._slots.free)
+        take_in(intake, claims, call)
+
+    monkeypatch.setattr(Intake, "_ask", asked)
+    monkeypatch.setattr(Intake, "_take_in", taken_in)
+
+    @outbox.handler("mail")
+    async def send(event: Event) -> None:
+        await asyncio.sleep(0.001)
+
+    await table.enqueue_many(
+        outbox, [NewEvent("mail", {}, max_attempts=None if n % 40 else 1) for n in range(4000)]
+    )
+    await drain(outbox, dsn, batch=BATCH, concurrency=60)
+
+    assert {number for number, _ in promised} == {1, 2}
+    assert max(above for number, above in promised if number == 2) <= 0
+    assert max(beyond) <= 0, "more of them than slots were free"
+    assert await table.count("status = 'COMPLETED' and attempts = 1") == 4000
+
+
+async def test_a_handlers_limit_holds_for_both(dsn, outbox: Outbox, table: Table):
+    held: list[int] = []
+    dispatchers: list[Dispatcher] = []
+    runs_of(outbox)
+
+    @outbox.handler("limited", concurrency=7)
+    async def limited(event: Event) -> None:
+        held.append(sum(job.claim.topic == "limited" for job in dispatchers[0]._in_flight.snapshot()))
+
+    await fill(table, outbox, 3000)
+    await table.enqueue_many(outbox, [NewEvent("limited", {}) for _ in range(500)])
+    async with dispatching(outbox, dsn, batch=BATCH) as dispatcher:
+        dispatchers.append(dispatcher)
+        await table.until("status = 'COMPLETED'", 3500, within=20)
+
+    assert max(held) <= 7
+
+
+async def test_what_both_bring_after_a_stop_goes_back(dsn, outbox: Outbox, table: Table, unanswered):
+    """SIGTERM in mid backlog: nothing stays claimed, and no attempt is spent."""
+    runs = runs_of(outbox)
+    await fill(table, outbox, 20_000)
+    async with dispatching(outbox, dsn, batch=BATCH, lease=30):
+
+        async def overlapping() -> bool:
+            return unanswered[-1:] == [2]
+
+        await wait_until_async(overlapping)
+    left = await table.count("status in ('PENDING', 'RETRYING') and attempts = 0")
+
+    assert left > 0, "control: it was stopped in the middle"
+    assert await table.count("status = 'RUNNING'") == 0
+    assert sum(runs.values()) + left == 20_000
+
+
+async def test_a_burst_does_not_end_before_the_second_claim_has_answered(
+    dsn, outbox: Outbox, table: Table, monkeypatch
+):
+    """Its events are neither in a listing any more nor in memory yet."""
+    runs = runs_of(outbox)
+    real = Store.claim
+    late: list[int] = []
+
+    async def slow(store: Store, **options: Any) -> Claimed:
+        claims = await real(store, **options)
+        if options["slots"] == 0 and claims:
+            late.append(len(claims))
+            await asyncio.sleep(0.5)
+        return claims
+
+    monkeypatch.setattr(Store, "claim", slow)
+    await fill(table, outbox, 120)
+    await drain(outbox, dsn, batch=BATCH, lease=10)
+
+    assert late, "control: there was a second one"
+    assert runs == Counter(range(120))
+
+
+async def test_a_new_topic_is_seen_beside_a_backlog(dsn, outbox: Outbox, table: Table, unanswered):
+    """Claims that follow each other must leave room for a look at what else there is."""
+    waits: list[float] = []
+    runs_of(outbox)
+
+    @outbox.handler("quiet")
+    async def quiet(event: Event[dict[str, float]]) -> None:
+        waits.append(time.monotonic() - event.payload["at"])
+
+    await fill(table, outbox, 40_000)
+    async with dispatching(outbox, dsn, batch=BATCH):
+        for number in range(10):
+            await table.enqueue(outbox, "quiet", {"at": time.monotonic()})
+
+            async def ran(number: int = number) -> bool:
+                return len(waits) > number
+
+            await wait_until_async(ran)
+        left = await table.count("topic = 'mail' and status = 'PENDING'")
+
+    assert left > 0, "control: the other topic was busy all the time"
+    assert max(unanswered) == 2
+    assert max(waits) < 1.0
+
+
+async def test_the_database_goes_away_for_good_while_two_are_unanswered(
+    dsn, outbox: Outbox, table: Table, unanswered, caplog
+):
+    """It ends in time, and no task is left that nobody asked for its error."""
+    runs_of(outbox)
+    await fill(table, outbox, 20_000)
+    async with proxied(dsn) as proxy:
+        dispatcher = Dispatcher(outbox, dsn=proxy.dsn, batch=BATCH, **{**QUICK, "grace": 1})
+        running = asyncio.create_task(dispatcher.run_async())
+
+        async def overlapping() -> bool:
+            return unanswered[-1:] == [2]
+
+        await wait_until_async(overlapping)
+        proxy.refuse = True
+        proxy.cut()
+        await asyncio.sleep(0.3)
+        dispatcher.stop()
+        async with asyncio.timeout(15):
+            await running
+
+    assert not [record for record in caplog.records if "never retrieved" in record.getMessage()]
+
+
+async def test_a_pause_holds_for_what_was_to_come(dsn, outbox: Outbox, table: Table, unanswered):
+    """FAULTS 43: no claim after the commit of the pause, not by one that was planned before it either."""
+    runs_of(outbox)
+    await fill(table, outbox, 40_000)
+    async with dispatching(outbox, dsn, batch=BATCH):
+
+        async def overlapping() -> bool:
+            return unanswered[-1:] == [2]
+
+        await wait_until_async(overlapping)
+        async with await psycopg.AsyncConnection.connect(dsn) as operator:
+            await operator.execute("select pulse.outbox_pause('mail', 'test', 'test')")
+        [(paused_at,)] = await table.execute("select clock_timestamp()")
+        await table.until("status = 'RUNNING'", 0)
+
+    assert await table.count("status = 'PENDING'") > 0, "control"
+    assert await table.count("claimed_at > %s", paused_at) == 0
