@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from pulse_outbox.dispatcher.jobs import Job, Released, once_first
 from pulse_outbox.dispatcher.lanes import Lanes
+from pulse_outbox.dispatcher.pace import Looks, Rate
 from pulse_outbox.dispatcher.transactions import POOL_SIZE as TRANSACTIONS
 
 if TYPE_CHECKING:
@@ -29,22 +30,10 @@ if TYPE_CHECKING:
 AHEAD = 0.1
 """How much work may wait in memory, in seconds of what is being completed at present."""
 AHEAD_BATCHES = 4
-RATE_WINDOW = 0.5
-RATE_SAMPLE = 0.02
 LONGEST_WAIT = 0.3
 """After so long in memory, what exceeds AHEAD goes back, in seconds."""
-LISTING_INTERVAL = 1.0
-"""The lanes are listed at least this often under load, in seconds, and more often where that is quick …"""
-LISTING_INTERVAL_MIN = 0.05
-LISTING_SHARE = 0.02
-"""… which means that listing takes at most this share of the time."""
-COSTLY_LISTING = 0.01
-"""From so many seconds of the server on, a listing is made as rarely as polling, however often there is something new:
-vacuum is held back, and it walks over all that is dead …"""
-COSTLY_LISTING_SHARE = 0.2
-"""… or more rarely, so that it takes at most this share of the time …"""
 COSTLY_NAP = 0.25
-"""… and what gets due in between is found by asking the known lanes this often, in seconds."""
+"""Where listings are costly, what gets due is found by asking the known lanes this often, in seconds."""
 FIRST_NAP = 0.02
 """The first sleep after falling idle, in seconds; it doubles up to the poll interval."""
 FIRST_NAP_DEAF = 0.002
@@ -104,15 +93,8 @@ class Intake:
         self._say_sleeping = say_sleeping
         self._suspects_due = suspects_due
         self._lanes = Lanes()
-        self._listed_at = 0.0
-        self._known_asked_at = 0.0
-        """When the known lanes were last asked beside a backlog: where lanes are listed less often than is best."""
-        self._listing_interval = 0.0
-        self._listing_is_costly = False
-        self._costly_interval = 0.0
-        """Between listings while nothing that was listed is left, when they are costly."""
-        self._last_listing = 0.0
-        """How long the server worked on it, in seconds."""
+        self._looks = Looks(settings.seconds("poll"))
+        self._rate = Rate(time.monotonic())
         self._relist = True
         self._guessed = False
         """There was a claim without a listing since the last listing."""
@@ -124,7 +106,6 @@ class Intake:
         self._deaf = False
         self._window_at = 0.0
         self._window_claimed = 0
-        self._ends = deque([(time.monotonic(), 0)])
         self.nothing_due = asyncio.Event()
         """Set while the last listing showed nothing that could run now."""
         self._listings = 0
@@ -155,7 +136,7 @@ class Intake:
         try:
             while self._empty_listing <= begun:
                 self.nothing_due.clear()
-                self._listed_at = 0.0
+                self._looks.list_at_once()
                 self.wake()
                 await self.nothing_due.wait()
         finally:
@@ -196,7 +177,7 @@ class Intake:
     def let_go(self, why: str) -> None:
         """Ends one hold; others may go on."""
         self._holds.discard(why)
-        self._listed_at = 0.0  # what is still suspect, only a listing shows
+        self._looks.list_at_once()  # what is still suspect, only that shows
         self.wake()
 
     async def run(self) -> None:
@@ -229,12 +210,11 @@ class Intake:
             await self._wait_for_room()
             return None
         now = time.monotonic()
-        also_known = self._known_are_due(now)
+        also_known = self._looks.known_are_due(now)
         plan = self._lanes.plan(wanted, self._room_of, now, also_known=also_known)
         if plan and also_known:
-            self._known_asked_at = now
-        pause = self._listing_interval if plan or not self._listing_is_costly else self._costly_interval
-        listing_is_due = now >= self._listed_at + pause
+            self._looks.known_asked(now)
+        listing_is_due = self._looks.listing_is_due(now, work_is_known=plan is not None)
         woken = self._relist and plan is None
         if woken:
             self._relist = False
@@ -243,7 +223,7 @@ class Intake:
         if woken and not (self._guessed and listing_is_due) and (guess := self._guess(wanted)):
             self._guessed = True
             return self._call_of(guess)
-        if listing_is_due or (woken and not self._listing_is_costly):
+        if listing_is_due or (woken and not self._looks.are_costly):
             await self._list()
             plan = None
         plan = plan or self._lanes.plan(wanted, self._room_of, time.monotonic())
@@ -252,21 +232,15 @@ class Intake:
             return None
         return self._call_of(plan)
 
-    def _known_are_due(self, now: float) -> bool:
-        """Whether it is time to ask the known lanes too, since a listing does not come often enough."""
-        lists_seldom = self._listing_interval > LISTING_INTERVAL_MIN
-        return lists_seldom and now >= self._known_asked_at + LISTING_INTERVAL_MIN
-
     def _guess(self, wanted: int) -> ClaimPlan | None:
         """A claim without a listing, where that can be made."""
         now = time.monotonic()
-        if self._listing_is_costly:
+        if self._looks.are_costly:
             return self._lanes.guess_again(wanted, self._room_of, now)
         if self._limited:
             return None
         # One that has to find out what there is, is a listing too.
-        was_quick = self._last_listing < COSTLY_LISTING
-        guess = self._lanes.guess(wanted, now, anywhere=was_quick)
+        guess = self._lanes.guess(wanted, now, anywhere=self._looks.last_was_quick())
         return guess or self._lanes.guess_again(wanted, self._room_of, now)
 
     def _call_of(self, plan: ClaimPlan) -> _ClaimCall:
@@ -283,7 +257,7 @@ class Intake:
         self._calls.popleft()
         self._backlog = len(claims) >= self._settings.batch
         self._fruitless = bool(call.plan.keys) and not claims
-        if claims and self._listing_is_costly:
+        if claims and self._looks.are_costly:
             self._relist = True  # guess until nothing is found
         self._lanes.note(call.plan, claims)
         self._take_in(claims, call)
@@ -301,7 +275,7 @@ class Intake:
         batch, now = self._settings.batch, time.monotonic()
         if not self._backlog or call.plan.limit < batch or self._wanted(coming=batch) < batch:
             return None
-        if now >= self._listed_at + self._listing_interval or self._known_are_due(now):
+        if self._looks.listing_is_due(now, work_is_known=True) or self._looks.known_are_due(now):
             return None
         plan = self._lanes.plan(batch, self._room_of, now)
         # The slots that are free are promised to those with a budget of one that the first one finds.
@@ -376,14 +350,7 @@ class Intake:
 
     def _completion_rate(self) -> float:
         """Jobs ended per second, over the last moments."""
-        now = time.monotonic()
-        ended = self._slots.ended
-        if now - self._ends[-1][0] >= RATE_SAMPLE:
-            self._ends.append((now, ended))
-        while len(self._ends) > 1 and now - self._ends[0][0] > RATE_WINDOW:
-            self._ends.popleft()
-        since, before = self._ends[0]
-        return (ended - before) / max(now - since, RATE_SAMPLE)
+        return self._rate.per_second(self._slots.ended, time.monotonic())
 
     # What
 
@@ -394,17 +361,7 @@ class Intake:
         listing = await self._store.lanes(self._topics, self._settings.generations)
         now = time.monotonic()
         self._lanes.refresh(listing, now)
-        self._listed_at = now
-        took = listing.took
-        # One that had to wait for something else says nothing: the next one does.
-        cost = min(took, self._last_listing)
-        self._last_listing = took
-        self._listing_is_costly = cost > COSTLY_LISTING
-        self._listing_interval = min(LISTING_INTERVAL, max(LISTING_INTERVAL_MIN, took / LISTING_SHARE))
-        if self._listing_is_costly:
-            self._listing_interval = max(self._listing_interval, cost / COSTLY_LISTING_SHARE)
-            seldom = min(cost / LISTING_SHARE, self._settings.seconds("poll"))
-            self._costly_interval = max(self._listing_interval, seldom)
+        self._looks.listed(now, listing.took)
         if suspects := self._lanes.suspects(now):
             self._suspects_due(suspects)
 
@@ -434,8 +391,8 @@ class Intake:
         self._stirred.clear()
         poll = self._settings.seconds("poll")
         await self._sleep(poll)
-        listing_is_due = time.monotonic() >= self._listed_at + max(poll, self._listing_interval)
-        if listing_is_due and not self._holds and self._wanted() < 1:
+        was_listed = self._looks.listed_within(max(poll, self._looks.interval), time.monotonic())
+        if not was_listed and not self._holds and self._wanted() < 1:
             await self._list()  # for suspects, which have room elsewhere
         self._needs_room = self._got_room = False
 
@@ -443,13 +400,13 @@ class Intake:
         """No lane is worth asking: looks at them once more, and sleeps until one is due."""
         pause = 0.0 if self._guessed else self._nap / 2
         longest = self._nap
-        if self._listing_is_costly and not self._is_looking:
-            pause = self._costly_interval
+        if self._looks.are_costly and not self._is_looking:
+            pause = self._looks.seldom
             longest = min(longest, COSTLY_NAP)
         elif self._got_room:  # which tells nothing new about the lanes
-            pause = max(pause, self._listing_interval)
+            pause = max(pause, self._looks.interval)
             longest = min(longest, pause)
-        if time.monotonic() - self._listed_at > pause:
+        if not self._looks.listed_within(pause, time.monotonic()):
             await self._list()
         self._stirred.clear()
         self._got_room = False
@@ -462,7 +419,7 @@ class Intake:
         if not work_is_left and not self._guessed:
             self._empty_listing = self._listings
             self.nothing_due.set()
-        self._needs_room = work_is_left or (self._listing_is_costly and self._lanes.at_limit(self._room_of))
+        self._needs_room = work_is_left or (self._looks.are_costly and self._lanes.at_limit(self._room_of))
         if self._nap > HEARING_NAP:
             self._deaf = False
             await self._say_sleeping(True)
@@ -471,11 +428,11 @@ class Intake:
         self._needs_room = False
         if not self._got_room:
             self._nap = min(self._nap * 2, self._settings.seconds("poll"))
-        if self._listing_is_costly:
+        if self._looks.are_costly:
             self._relist = True
             self._mention_suspects_since(now)
         elif not self._got_room:
-            self._listed_at = 0.0
+            self._looks.list_at_once()
 
     def _mention_suspects_since(self, then: float) -> None:
         """Those that have become due since then: no listing comes to show them."""

@@ -12,7 +12,7 @@ import psycopg
 import pytest
 
 from pulse_outbox import Dispatcher, Event, NewEvent, Outbox, RetryPolicy
-from pulse_outbox.dispatcher import intake
+from pulse_outbox.dispatcher import pace
 from pulse_outbox.dispatcher.children import ChildSuspects
 from pulse_outbox.dispatcher.jobs import InFlight
 from pulse_outbox.dispatcher.lanes import LaneKey
@@ -448,7 +448,7 @@ async def test_jobs_that_end_are_no_reason_to_list_the_lanes_again(
         ended.append(event.payload["number"])
 
     monkeypatch.setattr(Store, "lanes", ask_and_count)
-    monkeypatch.setattr(intake, "LISTING_INTERVAL_MIN", 1.0)
+    monkeypatch.setattr(pace, "LISTING_INTERVAL_MIN", 1.0)
     async with dispatching(outbox, dsn, poll=5):
         await table.enqueue_many(outbox, [NewEvent("slow", {}), NewEvent("slow", {})])
         await table.enqueue_many(outbox, [NewEvent("job", {"number": number}) for number in range(39)])

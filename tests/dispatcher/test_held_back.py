@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from pulse_outbox import Event, NewEvent, Outbox
-from pulse_outbox.dispatcher import intake
+from pulse_outbox.dispatcher import intake, pace
 from pulse_outbox.store import Listing, Store
 from tests.support.dispatching import Table, dispatching, drain
 from tests.support.waiting import wait_until_async
@@ -46,7 +46,7 @@ async def held_back(dsn: str, table: Table):
 @pytest.fixture
 def costly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every listing counts as costly."""
-    monkeypatch.setattr(intake, "COSTLY_LISTING", -1.0)
+    monkeypatch.setattr(pace, "COSTLY_LISTING", -1.0)
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def listings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 async def list_once_more(listings: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """And then no more: the next costly one would come too late for any test."""
     seen = len(listings)
-    monkeypatch.setattr(intake, "LISTING_INTERVAL", 3600.0)
-    monkeypatch.setattr(intake, "LISTING_SHARE", 1e-9)
+    monkeypatch.setattr(pace, "LISTING_INTERVAL", 3600.0)
+    monkeypatch.setattr(pace, "LISTING_SHARE", 1e-9)
 
     async def listed() -> bool:
         return len(listings) > seen
@@ -193,8 +193,8 @@ async def test_a_burst_ends_at_once(dsn: str, costly, outbox: Outbox, monkeypatc
     @outbox.handler("job")
     async def job(event: Event[dict[str, Any]]) -> None: ...
 
-    monkeypatch.setattr(intake, "LISTING_INTERVAL", 3600.0)
-    monkeypatch.setattr(intake, "LISTING_SHARE", 1e-9)
+    monkeypatch.setattr(pace, "LISTING_INTERVAL", 3600.0)
+    monkeypatch.setattr(pace, "LISTING_SHARE", 1e-9)
     with psycopg.connect(dsn) as conn:
         outbox.enqueue_many(conn, [NewEvent("job", {}) for _ in range(3)])
 
@@ -223,4 +223,4 @@ async def test_only_the_servers_own_time_makes_a_listing_costly(
     async with dispatching(outbox, dsn) as dispatcher:
         for _ in range(5):
             await table.until_status(await table.enqueue(outbox, "job"), "COMPLETED")
-        assert not dispatcher._intake._listing_is_costly
+        assert not dispatcher._intake._looks.are_costly
