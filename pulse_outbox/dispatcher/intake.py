@@ -329,7 +329,7 @@ class Intake:
         free = self._slots.free
         if self._lanes.wait_for_slot(self._room_of):
             # While others are claimed ahead, no slot would ever be free for it.
-            return min(self._settings.batch, free)
+            return min(self._settings.batch, free - coming)
         ahead = int(min(self._completion_rate() * AHEAD, AHEAD_BATCHES * self._settings.batch))
         room = free + max(0, ahead - self._slots.waiting) - coming
         # Whole batches once there is work ahead: claims are cheaper by the dozen.

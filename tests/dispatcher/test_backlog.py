@@ -35,6 +35,15 @@ def unanswered(monkeypatch) -> list[int]:
     return seen
 
 
+async def until_two(unanswered: list[int]) -> None:
+    """Until one claim was sent behind another."""
+
+    async def is_so() -> bool:
+        return unanswered[-1:] == [2]
+
+    await wait_until_async(is_so)
+
+
 def runs_of(outbox: Outbox, topic: str = "mail", **options: Any) -> Counter[int]:
     """Counts the runs of each event of a topic."""
     runs: Counter[int] = Counter()
@@ -85,11 +94,7 @@ async def test_both_answers_are_lost(dsn, outbox: Outbox, table: Table, unanswer
         dispatching(outbox, proxy.dsn, batch=BATCH, lease=30, retries=retries),
     ):
         for lost in range(1, 4):
-
-            async def overlapping() -> bool:
-                return unanswered[-1:] == [2]
-
-            await wait_until_async(overlapping)
+            await until_two(unanswered)
             proxy.lose_answer_to = b"outbox_claim"
 
             async def is_lost(lost: int = lost) -> bool:
@@ -157,11 +162,7 @@ async def test_what_both_bring_after_a_stop_goes_back(dsn, outbox: Outbox, table
     runs = runs_of(outbox)
     await fill(table, outbox, 20_000)
     async with dispatching(outbox, dsn, batch=BATCH, lease=30):
-
-        async def overlapping() -> bool:
-            return unanswered[-1:] == [2]
-
-        await wait_until_async(overlapping)
+        await until_two(unanswered)
     left = await table.count("status in ('PENDING', 'RETRYING') and attempts = 0")
 
     assert left > 0, "control: it was stopped in the middle"
@@ -227,10 +228,7 @@ async def test_the_database_goes_away_for_good_while_two_are_unanswered(
         dispatcher = Dispatcher(outbox, dsn=proxy.dsn, batch=BATCH, **{**QUICK, "grace": 1})
         running = asyncio.create_task(dispatcher.run_async())
 
-        async def overlapping() -> bool:
-            return unanswered[-1:] == [2]
-
-        await wait_until_async(overlapping)
+        await until_two(unanswered)
         proxy.refuse = True
         proxy.cut()
         await asyncio.sleep(0.3)
@@ -246,11 +244,7 @@ async def test_a_pause_holds_for_what_was_to_come(dsn, outbox: Outbox, table: Ta
     runs_of(outbox)
     await fill(table, outbox, 40_000)
     async with dispatching(outbox, dsn, batch=BATCH):
-
-        async def overlapping() -> bool:
-            return unanswered[-1:] == [2]
-
-        await wait_until_async(overlapping)
+        await until_two(unanswered)
         async with await psycopg.AsyncConnection.connect(dsn) as operator:
             await operator.execute("select pulse.outbox_pause('mail', 'test', 'test')")
         [(paused_at,)] = await table.execute("select clock_timestamp()")

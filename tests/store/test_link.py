@@ -364,7 +364,7 @@ class TestCallsThatOverlap:
         )
         await link.close()
 
-        assert answers == [[("y" * 30_000_000,)], [(large,)], [(30_000_000,)]]
+        assert list(answers) == [[("y" * 30_000_000,)], [(large,)], [(30_000_000,)]]
 
     async def test_behind_a_pooler_calls_take_turns(self, dsn, monkeypatch):
         """A pooler may give the session to somebody else as soon as the first one is answered."""
@@ -397,7 +397,7 @@ async def test_a_connection_that_ends_while_idle_costs_no_call(table: Table, ope
     )
 
     async def noticed() -> bool:
-        return line.is_lost
+        return bool(line.is_lost)
 
     await wait_until_async(noticed)
     assert await store.paused() == frozenset()
