@@ -1,16 +1,19 @@
-"""Writes docs/speed.md from the results of one or several sessions: words of page.md, numbers of results.json."""
+"""Writes docs/speed.md from the results of one or several sessions: words of page.md, numbers of results.json.
+
+What was not measured this time stays as it is on the page, and says so: to measure everything takes hours.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from benchmarks.environments import ROOT
 from benchmarks.machine import BUSY_LOAD
-from benchmarks.report import number, table, targets_table, workload_table
+from benchmarks.report import TARGET_COLUMNS, number, table, target_row, targets_table, workload_table
 from benchmarks.results import Results
 from benchmarks.targets import OUR_LABEL, TARGETS, judge
 from benchmarks.workloads import WORKLOADS
@@ -20,6 +23,8 @@ PAGE = ROOT / "docs" / "speed.md"
 PLOTS = ROOT / "docs" / "speed"
 FEWEST_ROUNDS = 3
 NOT_YET = "*Not measured yet.*"
+EARLIER = " Of an earlier session."
+EARLIER_TARGET = " (earlier)"
 
 
 class NotFit(Exception):
@@ -52,20 +57,20 @@ def write(folders: Sequence[Path]) -> None:
         session = Results.load(folder / "results.json")
         check(session)
         results = session if results is None else results.joined(session)
-    PAGE.write_text(render(results, plots_of(folders)))
-    if folders:
-        shutil.rmtree(PLOTS, ignore_errors=True)
-        PLOTS.mkdir(parents=True)
-        for path in plots_of(folders).values():
-            shutil.copy(path, PLOTS / path.name)
+    PLOTS.mkdir(parents=True, exist_ok=True)
+    plots = {path.stem for path in PLOTS.glob("*.svg")} if folders else set()
+    for path in plots_of(folders).values():
+        shutil.copy(path, PLOTS / path.name)
+        plots.add(path.stem)
+    PAGE.write_text(render(results, plots, published=PAGE.read_text() if folders else ""))
 
 
 def plots_of(folders: Sequence[Path]) -> dict[str, Path]:
     return {path.stem: path for folder in folders for path in sorted((folder / "plots").glob("*.svg"))}
 
 
-def render(results: Results | None, plots: dict[str, Path]) -> str:
-    """The page; without results, the same page with nothing in the tables."""
+def render(results: Results | None, plots: Collection[str], published: str = "") -> str:
+    """The page; without results, the same page with nothing in the tables. *published*: what it was until now."""
 
     def fill(match: re.Match[str]) -> str:
         name = match.group(1)
@@ -78,7 +83,7 @@ def render(results: Results | None, plots: dict[str, Path]) -> str:
             case "status":
                 return _when(results)
             case "targets":
-                return targets_table(judge(results))
+                return _targets(results, published)
             case "machine":
                 return _machine(results)
             case "versions":
@@ -89,12 +94,36 @@ def render(results: Results | None, plots: dict[str, Path]) -> str:
                 return _three_times(results)
             case "estimate":
                 return _estimate(results)
-        if name not in results.workloads():
-            return f"*{WORKLOADS[name].title}: not measured yet.*"
-        return f"**{WORKLOADS[name].title}**\n\n{workload_table(results, name)}"
+        title = WORKLOADS[name].title
+        if name in results.workloads():
+            return f"**{title}**\n\n{workload_table(results, name)}"
+        return _kept(title, published) or f"*{title}: not measured yet.*"
 
     text = re.sub(r"\{\{([a-z0-9:-]+)\}\}", fill, TEMPLATE.read_text())
     return re.sub(r"\n{3,}", "\n\n", text)
+
+
+def _kept(title: str, published: str) -> str | None:
+    """The table of a workload as it was published, which says that it is an earlier one."""
+    found = re.search(
+        rf"^\*\*{re.escape(title)}\*\*\n\n(?:\|.*\n)+\n(Medians of .*)$", published, re.MULTILINE
+    )
+    return found and found[0].replace(found[1], found[1].removesuffix(EARLIER) + EARLIER)
+
+
+def _targets(results: Results, published: str) -> str:
+    """All targets; of those that were not measured, what was published."""
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in published.splitlines() if line[:1] == "|"
+    ]
+    earlier = {row[0]: row for row in rows if len(row) == TARGET_COLUMNS}
+    lines = []
+    for judgement in judge(results):
+        line = target_row(judgement)
+        if judgement.measured is None and (was := earlier.get(judgement.target.text)):
+            line = [*was[:-1], was[-1].removesuffix(EARLIER_TARGET) + EARLIER_TARGET]
+        lines.append(line)
+    return targets_table(lines)
 
 
 def _when(results: Results) -> str:

@@ -45,7 +45,7 @@ def report(results: Results) -> str:
     """Everything, one section per workload, the targets at the end."""
     parts = [_head(results)]
     parts += [_section(results, name) for name in results.workloads()]
-    parts.append("## Targets\n\n" + targets_table(judge(results)))
+    parts.append("## Targets\n\n" + targets_table(map(target_row, judge(results))))
     return "\n\n".join(parts) + "\n"
 
 
@@ -112,20 +112,23 @@ def workload_table(results: Results, name: str) -> str:
     return f"{table(header, body)}\n\nMedians of {rounds} round{'s' if rounds > 1 else ''}."
 
 
-def targets_table(judgements: Sequence[Judgement]) -> str:
-    return table(
-        ["target", "wanted", "measured", "against", ""],
-        [
-            [
-                judgement.target.text,
-                judgement.target.bound,
-                f"{number(judgement.measured.value)} {judgement.target.unit}" if judgement.measured else "–",
-                judgement.measured.against if judgement.measured else "–",
-                judgement.word,
-            ]
-            for judgement in judgements
-        ],
-    )
+TARGET_HEADER = ("target", "wanted", "measured", "against", "")
+TARGET_COLUMNS = len(TARGET_HEADER)
+
+
+def targets_table(rows: Iterable[Sequence[str]]) -> str:
+    return table(TARGET_HEADER, rows)
+
+
+def target_row(judgement: Judgement) -> list[str]:
+    measured = judgement.measured
+    return [
+        judgement.target.text,
+        judgement.target.bound,
+        f"{number(measured.value)} {judgement.target.unit}" if measured else "–",
+        measured.against if measured else "–",
+        judgement.word,
+    ]
 
 
 def table(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:

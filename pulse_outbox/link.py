@@ -12,16 +12,18 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 import psycopg
-from psycopg import errors
+from psycopg import capabilities, errors, pq
 from psycopg.adapt import PyFormat, Transformer
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from psycopg.pq import ExecStatus, Format
+from psycopg.pq import ConnStatus, ExecStatus, Format
 
+from pulse_outbox.errors import SettingsError
 from pulse_outbox.storage_retry import CallTimedOut, loses_connection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from psycopg.abc import Buffer
     from psycopg.pq.abc import PGresult
 
 Rows = list[tuple[Any, ...]]
@@ -62,172 +64,72 @@ class Link:
         self._connecting = asyncio.Lock()
         self._turn = asyncio.Lock()
         self._line: _Line | None = None
+        self._is_closed = False
 
     async def rows(self, query: bytes, parameters: Sequence[object]) -> Rows:
         """What the query returns, or an error; a hung server is an error too."""
-        line = self._line
-        if line is None or line.is_lost:
-            line = await self._connected()
+        line = await self._connected()
         if line.is_direct:
             rows = await self._ask(line, query, parameters)
         else:
             async with self._turn:
-                rows = await self._ask(line, query, parameters)
+                rows = await self._ask(await self._connected(), query, parameters)
         self._succeeded()
         return rows
 
     async def close(self) -> None:
         """Ends the connection."""
-        line, self._line = self._line, None
-        if line is not None:
-            line.end(psycopg.OperationalError("the link was closed"))
+        self._is_closed = True
+        if self._line is not None:
+            self._line.end(psycopg.OperationalError("the link was closed"))
 
     async def _connected(self) -> _Line:
-        async with self._connecting:
-            if self._line is None or self._line.is_lost:
-                self._line = await self._connect()
-            return self._line
+        if self._line is None or self._line.is_lost:
+            async with self._connecting:
+                if self._line is None or self._line.is_lost:
+                    self._line = await self._connect()
+        return self._line
 
     async def _ask(self, line: _Line, query: bytes, parameters: Sequence[object]) -> Rows:
-        """One call within its deadline; an error that costs the connection throws it away."""
-        deadline = asyncio.get_running_loop().call_later(self._call_timeout, line.cut)
+        """One call; an error that costs the connection throws it away."""
+        answer = line.ask(query, parameters)
         try:
-            return line.rows_of(await line.ask(query, parameters))
+            result = await answer
         except BaseException as error:
             if loses_connection(error):
-                line.end(psycopg.OperationalError("the connection was given up for another call on it"))
-            if isinstance(error, psycopg.Error) and deadline.when() <= asyncio.get_running_loop().time():
-                raise CallTimedOut(f"no answer within {self._call_timeout:g} s") from error
+                line.end(
+                    psycopg.OperationalError("the connection was given up because of another call on it")
+                )
             raise
-        finally:
-            deadline.cancel()
+        return line.rows_of(result)
 
     async def _connect(self) -> _Line:
-        line = _Line(
-            await psycopg.AsyncConnection.connect(self._conninfo, autocommit=True, prepare_threshold=None)
-        )
-        # Prepared statements halve the time of a call. Behind a pooler in transaction mode they would belong to
-        # somebody else's session; a pooler shows by a process number that is not the server's.
-        [(server_pid,)] = await self._ask(line, b"select pg_catalog.pg_backend_pid()", ())
-        if server_pid == line.backend_pid:
-            line.is_direct = True
-            # A call that was given up may still finish, and its repetition finds what it did. But one that a stalled
-            # server gets to long after its repetition must not run: a claim would take rows that nobody holds.
-            milliseconds = int(self._call_timeout * 4000)
-            await self._ask(line, b"select set_config('statement_timeout', %s, false)", (str(milliseconds),))
+        if not capabilities.has_pipeline():
+            raise SettingsError(
+                f"the dispatcher needs libpq 14 or newer, and found {pq.version()}: "
+                "pip install 'pulse-outbox[binary]' brings one along"
+            )
+        conn = await psycopg.AsyncConnection.connect(self._conninfo, autocommit=True, prepare_threshold=None)
+        line = _Line(conn, self._call_timeout)
+        try:
+            # Prepared statements halve the time of a call. Behind a pooler in transaction mode they would belong to
+            # somebody else's session; a pooler shows by a process number that is not the server's.
+            [(server_pid,)] = await self._ask(line, b"select pg_catalog.pg_backend_pid()", ())
+            if server_pid == conn.info.backend_pid:
+                line.is_direct = True
+                # A call that was given up may still finish, and its repetition finds what it did. But one that a
+                # stalled server gets to long after its repetition must not run: a claim would take rows that nobody
+                # holds.
+                milliseconds = int(self._call_timeout * 4000)
+                await self._ask(
+                    line, b"select set_config('statement_timeout', %s, false)", (str(milliseconds),)
+                )
+            if self._is_closed:
+                raise psycopg.OperationalError("the link was closed")
+        except BaseException:
+            line.end(psycopg.OperationalError("the connection could not be set up"))
+            raise
         return line
-
-
-class _Line:
-    """A connection, and the questions whose answers it owes, in their order.
-
-    It speaks with libpq itself, in its pipeline mode: so the next question is with the server before the last one is
-    answered, and costs this side less than through a cursor.
-    """
-
-    def __init__(self, conn: psycopg.AsyncConnection[Any]) -> None:
-        self._conn = conn
-        self._pgconn = conn.pgconn
-        self._transformer = Transformer(conn)
-        self._questions: deque[_Question] = deque()
-        self._texts: dict[bytes, bytes] = {}
-        self._names: dict[object, bytes] = {}
-        """Prepared statements, by their text and the types of their parameters."""
-        self._numbers = itertools.count(1)
-        self._loop = asyncio.get_running_loop()
-        self._descriptor = conn.fileno()
-        self.backend_pid = conn.info.backend_pid
-        self.is_direct = False
-        self.is_lost = False
-        self._pgconn.enter_pipeline_mode()
-        self._loop.add_reader(self._descriptor, self._read)
-
-    def ask(self, query: bytes, parameters: Sequence[object]) -> asyncio.Future[PGresult]:
-        """Sends a question whose parameters stand as %s."""
-        if self.is_lost:
-            raise psycopg.OperationalError("the connection is lost")
-        text = self._texts.get(query)
-        if text is None:
-            text = self._texts[query] = _numbered(query)
-        pgconn, transformer = self._pgconn, self._transformer
-        values = transformer.dump_sequence(parameters, [PyFormat.AUTO] * len(parameters))
-        types, formats = transformer.types, transformer.formats
-        question = _Question(self._loop.create_future())
-        name = self._names.get((query, types))
-        if name is None and self.is_direct and len(self._names) < PREPARED:
-            name = b"pulse_outbox_%d" % next(self._numbers)
-            question.prepares = (query, types), name
-            pgconn.send_prepare(name, text, types)
-        if name is not None:
-            pgconn.send_query_prepared(name, values, formats, Format.BINARY)
-        else:
-            pgconn.send_query_params(text, values, types, formats, Format.BINARY)
-        pgconn.pipeline_sync()
-        self._questions.append(question)
-        self._write()
-        return question.answer
-
-    def rows_of(self, result: PGresult) -> Rows:
-        """The rows of an answer."""
-        if not result.ntuples:
-            return []
-        self._transformer.set_pgresult(result, format=Format.BINARY)
-        return self._transformer.load_rows(0, result.ntuples, tuple)
-
-    def cut(self) -> None:
-        """Cuts the connection off at once; whoever waits for an answer gets an error."""
-        shut_down(self._conn)
-
-    def end(self, error: psycopg.Error) -> None:
-        """Gives the connection up; whoever waits for an answer gets this error."""
-        if self.is_lost:
-            return
-        self.is_lost = True
-        # At once: the next socket that is opened may get its number.
-        self._loop.remove_reader(self._descriptor)
-        self._loop.remove_writer(self._descriptor)
-        if self._questions:
-            self.cut()  # the server may be waiting for this side to read
-        self._pgconn.finish()
-        for question in self._questions:
-            if not question.answer.done():
-                question.answer.set_exception(error)
-        self._questions.clear()
-
-    def _write(self) -> None:
-        if self._pgconn.flush():
-            self._loop.add_writer(self._descriptor, self._write_rest)
-
-    def _write_rest(self) -> None:
-        try:
-            if not self._pgconn.flush():
-                self._loop.remove_writer(self._descriptor)
-        except psycopg.Error as error:
-            self.end(error)
-
-    def _read(self) -> None:
-        pgconn = self._pgconn
-        try:
-            pgconn.consume_input()
-            while self._questions and not pgconn.is_busy():
-                self._take(pgconn.get_result())
-        except psycopg.Error as error:
-            self.end(error)
-
-    def _take(self, result: PGresult | None) -> None:
-        if result is None:
-            return  # the end of a statement
-        question = self._questions[0]
-        match result.status:
-            case ExecStatus.PIPELINE_SYNC:
-                self._questions.popleft()
-                question.give(self._names)
-            case ExecStatus.FATAL_ERROR:
-                question.error = errors.error_from_result(result, self._transformer.encoding)
-            case ExecStatus.TUPLES_OK:
-                question.result = result
-            case _:
-                pass  # a statement is prepared, or was not reached after an error
 
 
 class _Question:
@@ -242,17 +144,167 @@ class _Question:
         self.result: PGresult | None = None
         self.error: psycopg.Error | None = None
 
-    def give(self, names: dict[object, bytes]) -> None:
+    def give(self) -> None:
         """The answer is complete."""
         if self.answer.done():
             return  # nobody waits for it any more
         if self.error is not None:
             self.answer.set_exception(self.error)
+        elif self.result is None:
+            self.answer.set_exception(psycopg.ProgrammingError("the statement returned no rows"))
+        else:
+            self.answer.set_result(self.result)
+
+
+class _Line:
+    """A connection, and the questions whose answers it owes, in their order.
+
+    It speaks with libpq itself, in its pipeline mode: so the next question is with the server before the last one is
+    answered, and costs this side less than through a cursor.
+    """
+
+    def __init__(self, conn: psycopg.AsyncConnection[Any], call_timeout: float) -> None:
+        self._pgconn = conn.pgconn
+        self._transformer = Transformer(conn)
+        self._call_timeout = call_timeout
+        self._deadline: asyncio.TimerHandle | None = None
+        """Of the first question: those behind it can't be answered before it is."""
+        self._questions: deque[_Question] = deque()
+        self._texts: dict[bytes, bytes] = {}
+        self._names: dict[object, bytes] = {}
+        """Prepared statements, by their text and the types of their parameters."""
+        self._numbers = itertools.count(1)
+        self._loop = asyncio.get_running_loop()
+        # A descriptor of our own: libpq closes its one as soon as it finds the connection lost.
+        self._socket = socket.socket(fileno=os.dup(conn.fileno()))
+        self.is_direct = False
+        """No pooler stands between."""
+        self.is_lost = False
+        self._pgconn.enter_pipeline_mode()
+        self._loop.add_reader(self._socket, self._read)
+
+    def ask(self, query: bytes, parameters: Sequence[object]) -> asyncio.Future[PGresult]:
+        """Sends a question whose parameters stand as %s."""
+        if self.is_lost:
+            raise psycopg.OperationalError("the connection is lost")
+        text = self._texts.get(query)
+        if text is None:
+            text = self._texts[query] = _numbered(query)
+        transformer = self._transformer
+        values = transformer.dump_sequence(parameters, [PyFormat.AUTO] * len(parameters))
+        question = _Question(self._loop.create_future())
+        try:
+            self._send(question, query, text, values, transformer.types, transformer.formats)
+        except psycopg.Error as error:
+            self.end(error)
+            raise
+        self._questions.append(question)
+        if len(self._questions) == 1:
+            self._set_deadline()
+        self._write()
+        return question.answer
+
+    def _send(
+        self,
+        question: _Question,
+        query: bytes,
+        text: bytes,
+        values: Sequence[Buffer | None],
+        types: tuple[int, ...] | None,
+        formats: list[Format] | None,
+    ) -> None:
+        name = self._names.get((query, types))
+        if name is None and self.is_direct and len(self._names) < PREPARED:
+            name = b"pulse_outbox_%d" % next(self._numbers)
+            question.prepares = (query, types), name
+            self._pgconn.send_prepare(name, text, types)
+        if name is not None:
+            self._pgconn.send_query_prepared(name, values, formats, Format.BINARY)
+        else:
+            self._pgconn.send_query_params(text, values, types, formats, Format.BINARY)
+        self._pgconn.pipeline_sync()
+
+    def rows_of(self, result: PGresult) -> Rows:
+        """The rows of an answer."""
+        try:
+            self._transformer.set_pgresult(result, format=Format.BINARY)
+            return self._transformer.load_rows(0, result.ntuples, tuple)
+        finally:
+            self._transformer.set_pgresult(None)  # which may be large
+
+    def end(self, error: psycopg.Error) -> None:
+        """Gives the connection up at once, without asking the server; whoever waits for an answer gets this error."""
+        if self.is_lost:
             return
-        if self.prepares is not None:
-            statement, names[statement] = self.prepares
-        assert self.result is not None
-        self.answer.set_result(self.result)
+        self.is_lost = True
+        for question in self._questions:
+            question.error = question.error or error
+            question.give()
+        self._questions.clear()
+        self._set_deadline()
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        cut(self._socket)  # the server may be waiting for this side to read
+        self._socket.close()
+        self._pgconn.finish()
+
+    def _set_deadline(self) -> None:
+        """For the question that is first now."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = (
+            self._loop.call_later(self._call_timeout, self._time_is_up) if self._questions else None
+        )
+
+    def _time_is_up(self) -> None:
+        self._questions[0].error = CallTimedOut(f"no answer within {self._call_timeout:g} s")
+        self.end(psycopg.OperationalError("the connection was given up: a call on it got no answer"))
+
+    def _write(self) -> None:
+        """Sends what has not been sent yet; the rest when the socket takes more."""
+        try:
+            is_sent = not self._pgconn.flush()
+        except psycopg.Error as error:
+            self.end(error)
+            return
+        if is_sent:
+            self._loop.remove_writer(self._socket)
+        else:
+            self._loop.add_writer(self._socket, self._write)
+            self._read()  # libpq has looked for answers meanwhile: the socket would not tell
+
+    def _read(self) -> None:
+        try:
+            self._pgconn.consume_input()
+            while self._questions and not self._pgconn.is_busy():
+                self._take(self._pgconn.get_result())
+                if self._pgconn.status != ConnStatus.OK:
+                    raise psycopg.OperationalError(
+                        f"the connection is lost: {self._pgconn.get_error_message()}"
+                    )
+        except psycopg.Error as error:
+            self.end(error)
+
+    def _take(self, result: PGresult | None) -> None:
+        if result is None:
+            return  # the end of a statement
+        question = self._questions[0]
+        match result.status:
+            case ExecStatus.PIPELINE_SYNC:
+                self._questions.popleft()
+                self._set_deadline()
+                question.give()
+            case ExecStatus.FATAL_ERROR:
+                question.error = errors.error_from_result(result, self._transformer.encoding)
+            case ExecStatus.TUPLES_OK:
+                question.result = result
+            case ExecStatus.COMMAND_OK if question.prepares is not None:
+                statement, self._names[statement] = question.prepares
+                question.prepares = None
+            case ExecStatus.COMMAND_OK | ExecStatus.EMPTY_QUERY | ExecStatus.PIPELINE_ABORTED:
+                pass  # it returns no rows, or was not reached after an error
+            case status:
+                raise psycopg.ProgrammingError(f"a link can't ask for that: {ExecStatus(status).name}")
 
 
 def _numbered(query: bytes) -> bytes:
@@ -268,10 +320,15 @@ def shut_down(conn: psycopg.AsyncConnection[Any] | psycopg.Connection[Any]) -> N
     except (OSError, psycopg.Error):
         return  # closed already
     with socket.socket(fileno=descriptor) as duplicate:
-        try:
-            duplicate.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # the other side was faster
+        cut(duplicate)
+
+
+def cut(connected: socket.socket) -> None:
+    """Ends a socket's connection for all who have it open."""
+    try:
+        connected.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # the other side was faster
 
 
 def connection_string(dsn: str, name: str, call_timeout: timedelta = CALL_TIMEOUT) -> str:

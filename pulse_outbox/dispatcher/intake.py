@@ -59,6 +59,7 @@ class _ClaimCall:
     at: float
     was_sent: bool = False
     is_under_way: bool = False
+    """From when it is sent until its answer is taken in, or lost."""
     answer: asyncio.Future[Claimed] | None = None
     """Of one that was sent behind another."""
 
@@ -265,7 +266,9 @@ class Intake:
             if len(claims) < call.plan.limit:
                 await asyncio.sleep(0)  # handlers first, then the next question
             # else the database had better take the next ones while handlers run: there are more
-            await self._stop_listening_when_busy(len(claims))
+            self._count_claimed(len(claims))
+            if not self._calls:  # whose answers would have to wait
+                await self._stop_listening_when_busy()
 
     def _following(self, call: _ClaimCall) -> _ClaimCall | None:
         """In a backlog, the claim to send right behind this one: else the database would wait until its answer is read.
@@ -277,8 +280,10 @@ class Intake:
             return None
         if self._looks.listing_is_due(now, work_is_known=True) or self._looks.known_are_due(now):
             return None
-        plan = self._lanes.plan(batch, self._room_of, now)
         # The slots that are free are promised to those with a budget of one that the first one finds.
+        if self._lanes.wait_for_slot(self._room_of):
+            return None
+        plan = self._lanes.plan(batch, self._room_of, now, behind=call.plan)
         return None if plan is None else _ClaimCall(plan=plan, token=uuid4(), slots=0, at=now)
 
     def _ask(self, call: _ClaimCall) -> Awaitable[Claimed]:
@@ -315,8 +320,9 @@ class Intake:
                 token=call.token,
                 fresh=fresh,
             )
-        finally:
+        except BaseException:
             call.is_under_way = False
+            raise
 
     # How much
 
@@ -329,7 +335,7 @@ class Intake:
         free = self._slots.free
         if self._lanes.wait_for_slot(self._room_of):
             # While others are claimed ahead, no slot would ever be free for it.
-            return min(self._settings.batch, free - coming)
+            return min(self._settings.batch, free)
         ahead = int(min(self._completion_rate() * AHEAD, AHEAD_BATCHES * self._settings.batch))
         room = free + max(0, ahead - self._slots.waiting) - coming
         # Whole batches once there is work ahead: claims are cheaper by the dozen.
@@ -447,12 +453,14 @@ class Intake:
         finally:
             alarm.cancel()
 
-    async def _stop_listening_when_busy(self, claimed: int) -> None:
-        """Under load a notification for every commit would cost producers a lock that they all share."""
+    def _count_claimed(self, number: int) -> None:
         now = time.monotonic()
         if now - self._window_at > DEAF_WINDOW:
             self._window_at, self._window_claimed = now, 0
-        self._window_claimed += claimed
+        self._window_claimed += number
+
+    async def _stop_listening_when_busy(self) -> None:
+        """Under load a notification for every commit would cost producers a lock that they all share."""
         if not self._deaf and self._window_claimed >= DEAF_RATE * DEAF_WINDOW:
             self._deaf = True
             await self._say_sleeping(False)

@@ -67,16 +67,21 @@ class Turn:
     def __init__(self) -> None:
         self._last = ""
 
-    def order(self, topics: Iterable[str]) -> list[str]:
-        """These topics, from the one on whose turn it is."""
+    def order(self, topics: Iterable[str], behind: ClaimPlan | None = None) -> list[str]:
+        """These topics, from the one on whose turn it is, or will be *behind* a claim that gets all it asks for."""
         names = sorted(topics)
-        first = bisect_right(names, self._last)
+        first = bisect_right(names, self._last if behind is None else _served(behind.turns, behind.in_full()))
         return names[first:] + names[:first]
 
     def took(self, quotas: Mapping[str, int], taken: Mapping[str, int]) -> None:
-        """Goes on behind the last one that got all that it was to get: the claim was full before the next one had."""
-        full = (topic for topic in reversed(list(quotas)) if taken.get(topic, 0) >= quotas[topic])
-        self._last = next(full, next(iter(quotas)))
+        """Goes on behind the last one that was served."""
+        self._last = _served(quotas, taken)
+
+
+def _served(quotas: Mapping[str, int], taken: Mapping[str, int]) -> str:
+    """The last topic that got all that it was to get: the claim was full before the next one had."""
+    full = (topic for topic in reversed(list(quotas)) if taken.get(topic, 0) >= quotas[topic])
+    return next(full, next(iter(quotas)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +97,14 @@ class ClaimPlan:
     """Those of the keys that are asked from where they were last seen, not from where they stand."""
     turns: dict[str, int] = field(default_factory=dict)
     """The quotas of those whose turns it asks for, in their order."""
+
+    def in_full(self) -> dict[str, int]:
+        """What it takes of each topic where there is enough of all."""
+        left, taken = self.limit, {}
+        for topic, quota in self.quotas.items():
+            taken[topic] = min(quota, left)
+            left -= taken[topic]
+        return taken
 
 
 class Lanes:
@@ -135,12 +148,19 @@ class Lanes:
         return any(room(key.topic) > 0 for key in self._waiting_for_slot)
 
     def plan(
-        self, limit: int, room: Callable[[str], int], now: float, *, also_known: bool = False
+        self,
+        limit: int,
+        room: Callable[[str], int],
+        now: float,
+        *,
+        also_known: bool = False,
+        behind: ClaimPlan | None = None,
     ) -> ClaimPlan | None:
         """A claim of up to *limit* events, the same share for every topic; None when no lane is worth asking.
 
         *room* says how many more of a topic its handler could run. Where one is worth asking, those that are *also
-        known* are asked before it, whatever the last listing and the claims since then showed of them.
+        known* are asked before it, whatever the last listing and the claims since then showed of them. *behind*: the
+        claim that is sent before this one and not answered yet.
         """
         places = {
             key: place
@@ -149,7 +169,7 @@ class Lanes:
         }
         if not places or limit < 1:
             return None
-        topics = self._turn.order({key.topic for key in places})
+        topics = self._turn.order({key.topic for key in places}, behind)
         share = -(-limit // len(topics))
         quotas = turns = {topic: min(share, room(topic)) for topic in topics[: limit * ASKED_TOPICS]}
         known: set[LaneKey] = set()

@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from pulse_outbox import Dispatcher, Event, NewEvent, Outbox
+from pulse_outbox import Dispatcher, Event, NewEvent, Outbox, RetryPolicy
 from pulse_outbox.dispatcher.intake import Intake
 from pulse_outbox.storage_retry import StorageRetries
 from pulse_outbox.store import Claimed, Store
@@ -139,6 +139,54 @@ async def test_budgets_of_one_never_wait_in_memory(dsn, outbox: Outbox, table: T
     assert await table.count("status = 'COMPLETED' and attempts = 1") == 4000
 
 
+async def test_budgets_of_one_get_their_share(dsn, outbox: Outbox, table: Table):
+    """With more slots than a batch there is always room for more of the others: they must not get it all."""
+    runs: Counter[str] = Counter()
+    others: list[int] = []
+
+    @outbox.handler("once", retry=RetryPolicy(max_attempts=1))
+    async def once(event: Event) -> None:
+        runs["once"] += 1
+        if runs["once"] == 1500:
+            others.append(runs["many"])
+        await asyncio.sleep(0.02)
+
+    @outbox.handler("many")
+    async def many(event: Event) -> None:
+        runs["many"] += 1
+        await asyncio.sleep(0.02)
+
+    await table.enqueue_many(outbox, [NewEvent("many", {}) for _ in range(9000)])
+    await table.enqueue_many(outbox, [NewEvent("once", {}) for _ in range(1500)])
+    async with dispatching(outbox, dsn, batch=20, concurrency=600, lease=30):
+        await table.until("topic = 'once' and status = 'COMPLETED'", 1500, within=30)
+
+    assert others[0] < 1.5 * 1500
+
+
+@pytest.mark.parametrize(("topics", "concurrency", "batch"), [(4, 6, 2), (20, 30, 10)])
+async def test_every_topic_gets_its_share(dsn, outbox: Outbox, table: Table, topics, concurrency, batch):
+    """Where not all topics fit into one claim, the second one goes on behind the first."""
+    runs: Counter[str] = Counter()
+    names = [f"t{n:03}" for n in range(topics)]
+
+    async def handle(event: Event) -> None:
+        runs[event.topic] += 1
+        await asyncio.sleep(0.02)
+
+    for name in names:
+        outbox.handler(name)(handle)
+    await table.enqueue_many(outbox, [NewEvent(names[n % topics], {}) for n in range(20_000)])
+    async with dispatching(outbox, dsn, concurrency=concurrency, batch=batch, lease=30):
+
+        async def enough() -> bool:
+            return runs.total() > int(topics * 40)
+
+        await wait_until_async(enough, within=20)
+
+    assert max(runs.values()) - min(runs[name] for name in names) <= 6
+
+
 async def test_a_handlers_limit_holds_for_both(dsn, outbox: Outbox, table: Table):
     held: list[int] = []
     dispatchers: list[Dispatcher] = []
@@ -168,6 +216,31 @@ async def test_what_both_bring_after_a_stop_goes_back(dsn, outbox: Outbox, table
     assert left > 0, "control: it was stopped in the middle"
     assert await table.count("status = 'RUNNING'") == 0
     assert sum(runs.values()) + left == 20_000
+
+
+async def test_an_answer_that_came_while_something_else_was_awaited_is_not_forgotten(
+    dsn, outbox: Outbox, table: Table, unanswered
+):
+    """The dispatcher's own row is locked in the moment in which it gets busy; then it is told to stop."""
+    runs_of(outbox)
+    dispatcher = Dispatcher(outbox, dsn=dsn, batch=BATCH, **{**QUICK, "lease": 30})
+    running = asyncio.create_task(dispatcher.run_async())
+    async with await psycopg.AsyncConnection.connect(dsn) as operator:
+        await wait_until_async(lambda: _sleeps(table))
+        await operator.execute("lock table pulse.dispatcher in exclusive mode")
+        await fill(table, outbox, 20_000)
+        await asyncio.sleep(1)
+        dispatcher.stop()
+        await asyncio.sleep(1)
+        await operator.rollback()
+    async with asyncio.timeout(20):
+        await running
+
+    assert await table.count("status = 'RUNNING'") == 0
+
+
+async def _sleeps(table: Table) -> bool:
+    return bool(await table.execute("select 1 from pulse.dispatcher where sleeping"))
 
 
 async def test_a_burst_does_not_end_before_the_second_claim_has_answered(

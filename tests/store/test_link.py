@@ -15,7 +15,7 @@ import psycopg
 import pytest
 
 from pulse_outbox import EventNotFound, NewEvent, Outbox, SchemaError, TransitionRefused, embedded, schema
-from pulse_outbox.errors import BadArgument
+from pulse_outbox.errors import BadArgument, SettingsError
 from pulse_outbox.link import Link, _Line
 from pulse_outbox.storage_retry import CallTimedOut, StorageRetries, StorageRetry
 from pulse_outbox.store import Failure, Store
@@ -338,18 +338,79 @@ class TestCallsThatOverlap:
         assert await link.rows(b"select 2", ()) == [(2,)]
         await link.close()
 
-    async def test_a_deadline_is_each_ones_own(self, dsn):
-        """The second one waits behind the first, and its time counts from its own question on."""
+    async def test_a_deadline_counts_from_when_the_server_gets_to_it(self, dsn):
+        """Those behind a slow one have not been slow themselves; but a connection that is given up is lost for all."""
         link = Link(dsn, call_timeout=timedelta(seconds=0.5))
         await link.rows(b"select 1", ())
-        first = asyncio.create_task(link.rows(b"select pg_sleep(20)", ()))
-        await asyncio.sleep(0.3)
-        second = asyncio.create_task(link.rows(b"select 2", ()))
-        answers = await asyncio.gather(first, second, return_exceptions=True)
+        one_by_one = await asyncio.gather(*[link.rows(b"select 1 from pg_sleep(0.3)", ()) for _ in range(3)])
+        first, second = await asyncio.gather(
+            link.rows(b"select pg_sleep(20)", ()), link.rows(b"select 2", ()), return_exceptions=True
+        )
 
-        assert isinstance(answers[0], CallTimedOut)
-        assert isinstance(answers[1], psycopg.OperationalError)
-        assert not isinstance(answers[1], CallTimedOut)
+        assert one_by_one == [[(1,)]] * 3
+        assert isinstance(first, CallTimedOut)
+        assert isinstance(second, psycopg.OperationalError)
+        assert not isinstance(second, CallTimedOut)
+        assert await link.rows(b"select 3", ()) == [(3,)]
+        await link.close()
+
+    async def test_what_failed_is_not_prepared_again_and_again(self, dsn):
+        link = Link(dsn)
+        for _ in range(20):
+            with pytest.raises(psycopg.errors.DivisionByZero):
+                await link.rows(b"select 1 / (%s::int)", (0,))
+        prepared = await link.rows(
+            b"select count(*) from pg_prepared_statements where statement like 'select 1 / %%'", ()
+        )
+        await link.close()
+
+        assert prepared == [(1,)]
+
+    async def test_a_parameter_that_can_not_be_sent_concerns_nobody_else(self, dsn):
+        link = Link(dsn)
+        await link.rows(b"select 1", ())
+        answers = await asyncio.gather(
+            link.rows(b"select 1 from pg_sleep(0.1)", ()),
+            link.rows(b"select %s::text", ("\0",)),
+            link.rows(b"select 2", ()),
+            return_exceptions=True,
+        )
+        await link.close()
+
+        assert answers[0] == [(1,)]
+        assert isinstance(answers[1], psycopg.DataError)
+        assert answers[2] == [(2,)]
+
+    async def test_an_answer_is_read_while_another_question_is_still_being_sent(self, dsn):
+        link = Link(dsn)
+        await link.rows(b"select 1", ())
+        started = time.monotonic()
+        small = asyncio.create_task(link.rows(b"select 7", ()))
+        large = asyncio.create_task(
+            link.rows(b"select length(%s::text) from pg_sleep(2)", ("x" * 40_000_000,))
+        )
+
+        assert await small == [(7,)]
+        assert time.monotonic() - started < 1
+        assert await large == [(40_000_000,)]
+        await link.close()
+
+    async def test_a_server_that_hangs_while_it_is_written_to(self, dsn, table: Table):
+        """FAULTS 12: the call ends by its deadline, also when the socket takes no more of its question."""
+        link = Link(dsn, call_timeout=timedelta(seconds=0.5))
+        [(pid,)] = await link.rows(b"select pg_backend_pid()", ())
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(5):
+                answers = await asyncio.gather(
+                    link.rows(b"select 1", ()),
+                    link.rows(b"select length(%s::text)", ("x" * 20_000_000,)),
+                    return_exceptions=True,
+                )
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+        assert [isinstance(answer, psycopg.OperationalError) for answer in answers] == [True, True]
         assert await link.rows(b"select 3", ()) == [(3,)]
         await link.close()
 
@@ -384,6 +445,47 @@ class TestCallsThatOverlap:
             await link.close()
 
             assert max(outstanding) == most
+
+
+@pytest.mark.parametrize(
+    "query",
+    [b"", b"set local work_mem = '1MB'", b"copy pulse.pause to stdout", b"copy pulse.pause from stdin"],
+)
+async def test_a_statement_that_returns_no_rows_is_an_error(dsn, query: bytes):
+    """Not a caller that waits for ever, and not a loop that spins."""
+    link = Link(dsn)
+    async with asyncio.timeout(5):
+        with pytest.raises(psycopg.ProgrammingError):
+            await link.rows(query, ())
+
+        assert await link.rows(b"select 2", ()) == [(2,)]
+    await link.close()
+
+
+async def test_a_session_that_can_not_be_set_up_is_not_left_open(dsn, table: Table):
+    """It would be one more with every attempt."""
+    await table.execute("create role nobody_special login")
+    await table.execute("revoke execute on function pg_catalog.set_config(text, text, boolean) from public")
+    link = Link(f"{dsn}&user=nobody_special")
+    for _ in range(3):
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            await link.rows(b"select 1", ())
+    open_sessions = "select count(*) from pg_stat_activity where usename = 'nobody_special'"
+
+    async def gone() -> bool:
+        return await table.execute(open_sessions) == [(0,)]
+
+    await wait_until_async(gone)
+    await link.close()
+    await table.execute("drop role nobody_special")
+
+
+async def test_an_old_libpq_is_named(dsn, monkeypatch):
+    """Without pipeline mode nothing would work: the message says what to install."""
+    monkeypatch.setattr(psycopg.capabilities, "has_pipeline", lambda check=False: False)
+
+    with pytest.raises(SettingsError, match="libpq 14 or newer"):
+        await Link(dsn).rows(b"select 1", ())
 
 
 async def test_a_connection_that_ends_while_idle_costs_no_call(table: Table, open_store):
