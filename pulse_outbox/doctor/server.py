@@ -112,7 +112,7 @@ def check_settings(operations: Operations) -> Iterator[Finding]:
 
 
 def check_vacuum_horizon(operations: Operations) -> Iterator[Finding]:
-    """Who keeps dead rows from being removed: the oldest snapshot, wherever it is held."""
+    """Who keeps dead rows from being removed: the oldest snapshot in this database, or wherever else it counts."""
     found = rows(
         operations,
         """select pid, usename, application_name, state, clock_timestamp() - xact_start as since,
@@ -120,6 +120,7 @@ def check_vacuum_horizon(operations: Operations) -> Iterator[Finding]:
              from pg_stat_activity
             where (backend_xmin is not null or backend_xid is not null)
               and pid <> pg_backend_pid()
+              and (datname is null or datname = current_database())
               and backend_type is distinct from 'walsender'
             order by greatest(age(backend_xmin), age(backend_xid)) desc
             limit 50""",

@@ -202,6 +202,17 @@ def test_alerts_owed(command, calls):
     assert findings(command, "alerts") == []
 
 
+def test_a_session_of_another_database_holds_nothing_back(command, dsn, calls, monkeypatch):
+    """What dies here, vacuum removes all the same: nobody should be told to end that session."""
+    monkeypatch.setattr(server, "LONG_TRANSACTION", timedelta(0))
+    with psycopg.connect(make_conninfo(dsn, dbname="postgres")) as elsewhere:
+        elsewhere.execute("set transaction isolation level repeatable read")
+        elsewhere.execute("select pg_current_xact_id()")
+        named = f"session {elsewhere.info.backend_pid} "
+
+        assert not any(named in one["what"] for one in findings(command, "vacuum", "--dsn", dsn, wrong=False))
+
+
 def test_session_that_holds_vacuum_back(command, dsn, calls, connect, monkeypatch):
     """With the right to see it, by name; without, that something can't be seen."""
     monkeypatch.setattr(server, "LONG_TRANSACTION", timedelta(0))
