@@ -381,6 +381,8 @@ class Intake:
         self._tally.claimed += len(claims)
         lease = self._settings.seconds("lease")
         now = time.monotonic()
+        if not len(self._in_flight):
+            self._rate.restart(self._slots.ended, now)
         jobs = [Job(claim, self._handlers[claim.topic], call.at, lease, now) for claim in claims]
         self._in_flight.add(jobs)
         if self._holds or not ours:

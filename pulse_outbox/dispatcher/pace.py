@@ -22,7 +22,11 @@ class Rate:
     """How many jobs end per second, lately."""
 
     def __init__(self, now: float) -> None:
-        self._ends = deque([(now, 0)])
+        self.restart(0, now)
+
+    def restart(self, ended: int, now: float) -> None:
+        """There was nothing to do until now, which says nothing about how fast work goes."""
+        self._ends = deque([(now, ended)])
 
     def per_second(self, ended: int, now: float) -> float:
         """Over the last moments; *ended* since the beginning."""

@@ -16,6 +16,14 @@ class TestRate:
         assert rate.per_second(ended=1000, now=5.0) == pytest.approx(200, rel=0.05)
         assert rate.per_second(ended=1000, now=60.0) == 0, "and nothing has ended since"
 
+    def test_idle_time_does_not_count(self):
+        """After a pause the first jobs show at once how quick they are."""
+        rate = Rate(now=0.0)
+        rate.per_second(ended=0, now=9.9)
+        rate.restart(ended=0, now=10.0)
+
+        assert rate.per_second(ended=1000, now=10.1) == pytest.approx(10_000)
+
     def test_a_single_moment_says_little(self):
         """Ten jobs within a millisecond are not ten thousand per second."""
         assert Rate(now=0.0).per_second(ended=10, now=0.001) == 500
