@@ -177,6 +177,8 @@ class _Line:
         self._loop = asyncio.get_running_loop()
         # A descriptor of our own: libpq closes its one as soon as it finds the connection lost.
         self._socket = socket.socket(fileno=os.dup(conn.fileno()))
+        self._is_writing = False
+        """A part of a question waits until the socket takes more."""
         self.is_direct = False
         """No pooler stands between."""
         self.is_lost = False
@@ -233,10 +235,11 @@ class _Line:
             self._transformer.set_pgresult(None)  # which may be large
 
     def end(self, error: psycopg.Error) -> None:
-        """Gives the connection up at once, without asking the server; whoever waits for an answer gets this error."""
+        """Ends the connection, politely when it is idle; whoever waits for an answer gets this error at once."""
         if self.is_lost:
             return
         self.is_lost = True
+        is_busy = bool(self._questions)
         for question in self._questions:
             question.error = question.error or error
             question.give()
@@ -244,9 +247,10 @@ class _Line:
         self._set_deadline()
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
-        cut(self._socket)  # the server may be waiting for this side to read
-        self._socket.close()
+        if is_busy:
+            cut(self._socket)  # the server may be waiting for this side to read
         self._pgconn.finish()
+        self._socket.close()
 
     def _set_deadline(self) -> None:
         """For the question that is first now."""
@@ -267,10 +271,12 @@ class _Line:
         except psycopg.Error as error:
             self.end(error)
             return
-        if is_sent:
+        if is_sent and self._is_writing:
             self._loop.remove_writer(self._socket)
-        else:
+        elif not is_sent:
             self._loop.add_writer(self._socket, self._write)
+        self._is_writing = not is_sent
+        if self._is_writing:
             self._read()  # libpq has looked for answers meanwhile: the socket would not tell
 
     def _read(self) -> None:
