@@ -70,7 +70,8 @@ class Turn:
     def order(self, topics: Iterable[str], behind: ClaimPlan | None = None) -> list[str]:
         """These topics, from the one on whose turn it is, or will be *behind* a claim that gets all it asks for."""
         names = sorted(topics)
-        first = bisect_right(names, self._last if behind is None else _served(behind.turns, behind.in_full()))
+        last = _served(behind.turns, behind.in_full()) if behind and behind.turns else self._last
+        first = bisect_right(names, last)
         return names[first:] + names[:first]
 
     def took(self, quotas: Mapping[str, int], taken: Mapping[str, int]) -> None:

@@ -283,3 +283,22 @@ def test_nobody_asks_thousands_of_topics_for_a_few_events():
         served += [key.topic for key in plan.keys[:10]]
 
     assert served == topics, "and everybody has had a turn"
+
+
+def test_a_claim_behind_another_goes_on_where_the_turn_will_be():
+    """Before the first one is answered: the same topics would be asked twice."""
+    lanes = Lanes()
+    lanes.refresh(Listing([Lane(topic, 0, 0, 0, NOON, 1, -1.0) for topic in "abcd"], NOON, 0.0), 0.0)
+    first = some(lanes.plan(2, lambda topic: 10, 0.0))
+
+    assert list(first.turns) == list("abcd")
+    assert list(some(lanes.plan(2, lambda topic: 10, 0.0, behind=first)).turns) == list("cdab")
+
+
+def test_a_claim_behind_a_guess_keeps_to_the_turn():
+    """A guess asks for nobody's turn. A lane may become due in the moment between the two."""
+    lanes = Lanes()
+    guess = some(lanes.guess(2, 0.0))
+    lanes.refresh(Listing([Lane("a", 0, 0, 0, NOON, 1, -1.0)], NOON, 0.0), 0.0)
+
+    assert list(some(lanes.plan(2, lambda topic: 10, 0.0, behind=guess)).turns) == ["a"]
