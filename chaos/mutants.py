@@ -89,6 +89,7 @@ MUTANTS: dict[str, Mutant] = {
         course="stops",
         changes=(
             ("lock_claimed", "o.claim_token = c.token", "true"),
+            ("outbox_complete", "o.claim_token = c.token", "true"),
             ("answers", "when o.claim_token is distinct from c.token then 'lost'", ""),
         ),
     ),
@@ -99,6 +100,7 @@ MUTANTS: dict[str, Mutant] = {
         before=ATTEMPTS_OF_A_CLAIM,
         changes=(
             ("lock_claimed", "o.claim_token = c.token", SAME_ATTEMPTS),
+            ("outbox_complete", "o.claim_token = c.token", SAME_ATTEMPTS),
             ("answers", "o.claim_token is distinct from c.token", f"not coalesce({SAME_ATTEMPTS}, false)"),
         ),
     ),

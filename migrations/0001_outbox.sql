@@ -41,14 +41,17 @@
 --   Rows that nobody could run now (finished, running, waiting for their key) are in no lane, so no claim walks over them.
 --
 --   The fence is (event_id, claim_token, RUNNING). Whoever writes after a claim goes through lock_claimed, which also
---   skips rows that somebody else has locked: no write after a claim waits for a row. Only two claims that go for the
+--   skips rows that somebody else has locked: no write after a claim waits for a row. outbox_complete says the same in its
+--   own statement first, since most of all writes are completions. Only two claims that go for the
 --   same ordering key at the same moment can wait for each other, in outbox_one_running_per_key: 23505 or 40P01, claim again.
 --
 --   p_now is null in production: the database's clock rules. Tests pass a time of their own.
 --
 --   Functions run with their owner's rights and a search_path of their own; the grants at the end say who may call what.
 --   The planner's choices are pinned inside them: statistics of a queue are wrong most of the time. That makes costs look
---   immense, so just-in-time compilation is off: it would take 40 ms before the first row.
+--   immense, so just-in-time compilation is off: it would take 40 ms before the first row. Whatever is joined with given ids
+--   also says `event_id = any (ids)`: else the planner walks along the whole primary key while the table is small, and
+--   keeps that plan while it grows.
 
 -- Not `if not exists`: that needs the right to create schemas even where an administrator has made this one.
 do $$
@@ -77,33 +80,36 @@ comment on table pulse.migration is 'Applied migration files. oldest_code: the o
 create type pulse.status as enum ('PENDING', 'RUNNING', 'COMPLETED', 'RETRYING', 'DEAD_LETTERED', 'DISCARDED');
 
 -- The order of the columns is for speed: an update compares every indexed column of the old and the new row, and finds
--- those fastest that stand before the first null and the first text.
+-- those fastest that stand before the first null and the first text. What comes next is what claims and completions look at.
+--
+-- The primary key is filled to a half: each job adds two entries beside its first one, and a full page would be cleaned up or
+-- split on the way.
 create table pulse.outbox (
   event_id              uuid         not null,
   seq                   bigint       not null generated always as identity,
   next_run_at           timestamptz  not null default clock_timestamp(),
-  created_at            timestamptz  not null default clock_timestamp(),
   generation            bigint       not null default 0,
-  lease_seq             bigint       not null default 0,
-  attempts              integer      not null default 0,
-  snoozes               integer      not null default 0,     -- how often the handler asked for later, in this cycle
   status                pulse.status not null default 'PENDING',
-  priority              smallint     not null default 0,
-  lapses                smallint     not null default 0,
   parked                boolean      not null default false, -- waits for an earlier event of its ordering key
   holds_key             boolean      not null default true,  -- as a dead letter it keeps later events of its key waiting
   alone                 boolean      not null default false, -- the present claim runs with nothing beside it
+  priority              smallint     not null default 0,
+  lapses                smallint     not null default 0,
+  topic                 text         not null collate "C",
+  idempotency_key       text         not null collate "C",
   lease_until           timestamptz,
   completed_at          timestamptz,
+  ordering_key          text         collate "C",
+  claim_token           uuid,
+  producer_max_attempts integer,                             -- the producer's own budget, if it gave one
+  created_at            timestamptz  not null default clock_timestamp(),
+  lease_seq             bigint       not null default 0,
+  attempts              integer      not null default 0,
+  snoozes               integer      not null default 0,     -- how often the handler asked for later, in this cycle
   alerted_at            timestamptz,
   alert_id              uuid,
   claimed_at            timestamptz,                         -- the newest claim; kept when it ends
-  topic                 text         not null collate "C",
-  ordering_key          text         collate "C",
-  idempotency_key       text         not null collate "C",
-  claim_token           uuid,
   max_attempts          integer,
-  producer_max_attempts integer,                             -- the producer's own budget, if it gave one
   locked_by             text,
   payload               jsonb        not null,
   headers               jsonb        not null default '{}',
@@ -115,7 +121,7 @@ create table pulse.outbox (
   failure_history       jsonb        not null default '[]',
   alert_offered_at      timestamptz,                         -- when its alert was last given to a dispatcher to send
 
-  constraint outbox_pkey primary key (event_id),
+  constraint outbox_pkey primary key (event_id) with (fillfactor = 50),
   constraint outbox_lease_means_running check (
     case when status = 'RUNNING'
       then lease_until is not null and locked_by is not null and claim_token is not null and max_attempts is not null
@@ -136,12 +142,13 @@ create table pulse.outbox (
   constraint outbox_times check (
     least(next_run_at, created_at) >= '2000-01-01 00:00Z'
     and greatest(next_run_at, created_at) <= '9000-01-01 00:00Z'),
-  constraint outbox_topic_length check (char_length(topic) between 1 and 200),
-  -- Keys are index entries: 400 characters of four bytes still fit.
-  constraint outbox_key_lengths check (
-    char_length(idempotency_key) between 1 and 400
-    and char_length(ordering_key) between 1 and 400),
-  constraint outbox_error_size check (octet_length(last_error) <= 8192)
+  -- Keys are index entries: 400 characters of four bytes still fit. Bytes are known and characters have to be counted, which
+  -- is worth the words only for the column that always has many.
+  constraint outbox_lengths check (
+    char_length(topic) <@ int4range '[1, 200]'
+    and (octet_length(idempotency_key) <@ int4range '[1, 400]' or char_length(idempotency_key) <@ int4range '[1, 400]')
+    and char_length(ordering_key) <@ int4range '[1, 400]'
+    and octet_length(last_error) <= 8192)
 );
 -- Where lz4 was built in, a large payload is written up to three times as fast as with the server's default.
 do $$
@@ -454,9 +461,8 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
-set enable_hashjoin = off
+set enable_nestloop = off
 set enable_mergejoin = off
-set enable_material = off
 set jit = off
 set plan_cache_mode = force_generic_plan
 as $$
@@ -466,9 +472,10 @@ begin
   end if;
   return array(
     select o.ctid
-      from unnest(p_event_ids, p_tokens) as c (event_id, token)
-      join pulse.outbox o on o.event_id = c.event_id
-     where o.claim_token = c.token
+      from pulse.outbox o
+      join unnest(p_event_ids, p_tokens) as c (event_id, token) on o.event_id = c.event_id
+     where o.event_id = any (p_event_ids)
+       and o.claim_token = c.token
        and o.lease_until is not null      -- RUNNING, said so that the planner can't turn to the index of leases
        for update of o skip locked);
 end
@@ -597,6 +604,7 @@ begin
      cross join lateral (
              select (p_lapsed and not o.alone and o.max_attempts > 1)::integer as refund) as c
      where o.ctid = any (p_rows)
+       and o.event_id = any (p_event_ids)
   )
   update pulse.outbox o
      set status          = d.status,
@@ -923,6 +931,8 @@ declare
   v_room   integer := p_limit;
   v_before integer;
   v_slots  integer := greatest(0, coalesce(p_slots, p_limit));
+  v_budget integer;                                    -- of the present topic's policy
+  v_until  timestamptz;
   v_taken  pulse.taken;
   v_tries  integer;
 begin
@@ -934,6 +944,7 @@ begin
   perform pg_advisory_xact_lock(hashtextextended(p_token::text, 0));
   lock table pulse.outbox in row exclusive mode;       -- whoever has to wait for that takes the time afterwards: a lease begins now
   v_now := coalesce(p_now, clock_timestamp());
+  v_until := v_now + p_lease;
 
   if p_try > 1 then
     insert into pulse.claim_try as t (token, tries, tried_at)
@@ -991,6 +1002,7 @@ begin
       if v_topic is distinct from v_lane.topic then
         v_topic := v_lane.topic;
         v_share := coalesce(v_lane.quota, greatest(1, v_before / v_topics));
+        v_budget := coalesce(p_budgets[array_position(p_topics, v_topic)], 5);
       end if;
       continue when v_share < 1;
       -- Transactions commit in another order than they began: the last tenth of a second is always looked at again.
@@ -1001,8 +1013,7 @@ begin
       v_taken := pulse.take(
         v_lane.topic, v_lane.generation, v_lane.lapses, v_lane.priority,
         coalesce(v_lane.next_run_at, '-infinity'), coalesce(v_lane.seq, 0),
-        least(v_room, v_share), v_slots,
-        coalesce(p_budgets[array_position(p_topics, v_lane.topic)], 5), v_now);
+        least(v_room, v_share), v_slots, v_budget, v_now);
       v_slots := v_taken.slots;
       if v_taken.left_behind is not null then
         return query
@@ -1018,8 +1029,8 @@ begin
       update pulse.outbox o
          set status       = 'RUNNING',
              attempts     = o.attempts + 1,
-             max_attempts = coalesce(o.producer_max_attempts, p_budgets[array_position(p_topics, v_lane.topic)], 5),
-             lease_until  = v_now + p_lease,
+             max_attempts = coalesce(o.producer_max_attempts, v_budget),
+             lease_until  = v_until,
              claimed_at   = v_now,
              locked_by    = p_worker,
              claim_token  = p_token,
@@ -1071,48 +1082,80 @@ $$;
 
 -- RUNNING -> COMPLETED, or the row is deleted (p_delete; never one with a given idempotency key, which has to be remembered).
 -- Says nothing of what is settled: only of what is 'locked' (try again) or 'lost'.
+--
+-- Rows that nobody has locked are written without being locked first, which would be a fifth of the work. Their xmax is none,
+-- or the claim's own. It may also be left from a lock that is over: what remains after the first round goes through
+-- lock_claimed and into a second. Who locks a row in the very moment between being seen and being written is waited for.
 create function pulse.outbox_complete(
   p_event_ids uuid[], p_tokens uuid[], p_delete boolean default false, p_now timestamptz default null)
 returns table (event_id uuid, answer text)
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_nestloop = off
+set enable_mergejoin = off
 set jit = off
 set plan_cache_mode = force_generic_plan
 as $$
 #variable_conflict use_column
 declare
-  v_rows tid[] := pulse.lock_claimed(p_event_ids, p_tokens);
   v_now  timestamptz := coalesce(p_now, clock_timestamp());
+  v_open integer := greatest(cardinality(p_event_ids), cardinality(p_tokens));
+  v_rows tid[];                                        -- what this call has locked
+  v_done integer;
   v_keys text[];
   v_more text[];
 begin
-  if p_delete then
-    with gone as (
-      delete from pulse.outbox o
-       where o.ctid = any (v_rows)
-         and o.idempotency_key = o.event_id::text
+  for v_round in 1 .. 2 loop
+    if p_delete then
+      with gone as (
+        delete from pulse.outbox o
+         using unnest(p_event_ids, p_tokens) as c (event_id, token)
+         where o.event_id = any (p_event_ids)
+           and o.event_id = c.event_id
+           and o.claim_token = c.token
+           and o.lease_until is not null
+           and (o.xmax = o.xmin or o.xmax = '0' or o.ctid = any (v_rows))
+           and o.idempotency_key = o.event_id::text
+        returning o.ordering_key
+      )
+      select count(*), array_agg(ordering_key) filter (where ordering_key is not null)
+        into v_done, v_more
+        from gone;
+      v_open := v_open - v_done;
+      v_keys := v_keys || v_more;
+      exit when v_open = 0;
+    end if;
+
+    with done as (
+      update pulse.outbox o
+         set status       = 'COMPLETED',
+             completed_at = v_now,
+             lease_until  = null,
+             locked_by    = null
+        from unnest(p_event_ids, p_tokens) as c (event_id, token)
+       where o.event_id = any (p_event_ids)
+         and o.event_id = c.event_id
+         and o.claim_token = c.token
+         and o.lease_until is not null
+         and (o.xmax = o.xmin or o.xmax = '0' or o.ctid = any (v_rows))
       returning o.ordering_key
     )
-    select array_agg(ordering_key) filter (where ordering_key is not null) into v_more from gone;
-  end if;
+    select count(*), array_agg(ordering_key) filter (where ordering_key is not null)
+      into v_done, v_more
+      from done;
+    v_open := v_open - v_done;
+    v_keys := v_keys || v_more;
+    exit when v_open = 0 or v_round = 2;
+    v_rows := pulse.lock_claimed(p_event_ids, p_tokens);
+    exit when v_rows = '{}';
+  end loop;
 
-  with done as (
-    update pulse.outbox o
-       set status       = 'COMPLETED',
-           completed_at = v_now,
-           lease_until  = null,
-           locked_by    = null
-     where o.ctid = any (v_rows)
-    returning o.ordering_key
-  )
-  select array_agg(ordering_key) filter (where ordering_key is not null) into v_keys from done;
-
-  v_keys := v_keys || v_more;
   if v_keys is not null then
     perform pulse.unpark(v_keys, v_now);
   end if;
-  if cardinality(v_rows) < cardinality(p_event_ids) then
+  if v_open > 0 then
     return query select * from pulse.answers(p_event_ids, p_tokens, '{COMPLETED}', p_gone_is_done => p_delete);
   end if;
 end
@@ -1169,6 +1212,7 @@ begin
            locked_by   = null
       from unnest(p_event_ids, p_tokens, p_delays) as c (event_id, token, delay)
      where o.ctid = any (v_rows)
+       and o.event_id = any (p_event_ids)
        and o.event_id = c.event_id
        and o.claim_token = c.token
     returning o.ordering_key

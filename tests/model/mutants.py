@@ -47,12 +47,14 @@ MUTANTS = {
     "no fence": Mutant(
         changes=(
             ("lock_claimed", "o.claim_token = c.token", "true"),
+            ("outbox_complete", "o.claim_token = c.token", "true"),
             ("answers", "when o.claim_token is distinct from c.token then 'lost'", ""),
         )
     ),
     "attempts as the fence": Mutant(
         changes=(
             ("lock_claimed", "o.claim_token = c.token", SAME_ATTEMPTS),
+            ("outbox_complete", "o.claim_token = c.token", SAME_ATTEMPTS),
             ("answers", "o.claim_token is distinct from c.token", f"not coalesce({SAME_ATTEMPTS}, false)"),
         ),
         before=ATTEMPTS_OF_A_CLAIM,

@@ -32,14 +32,14 @@ IN_THE_WAY = [
 DUE = 1_000  # and half as many in keys of their own
 
 
-def fill(conn: psycopg.Connection[Any], rows: int) -> None:
+def fill(conn: psycopg.Connection[Any], rows: int, due: int = DUE) -> None:
     """Write about *rows* rows that are in the way; none of them when it is 0."""
     conn.execute("alter table pulse.outbox set (autovacuum_enabled = false)")
     conn.execute("select pulse.outbox_pause('paused', 'busy', 'test')")
     add_in_the_way(conn, rows)
-    _insert(conn, DUE, "'work', 'PENDING', null, false, 0, 0, now() - interval '2 minutes', null")
+    _insert(conn, due, "'work', 'PENDING', null, false, 0, 0, now() - interval '2 minutes', null")
     _insert(
-        conn, DUE // 2, "'keyed', 'PENDING', 'key ' || i, false, 0, 0, now() - interval '2 minutes', null"
+        conn, due // 2, "'keyed', 'PENDING', 'key ' || i, false, 0, 0, now() - interval '2 minutes', null"
     )
 
 
@@ -53,7 +53,7 @@ def _insert(conn: psycopg.Connection[Any], count: int, columns: str) -> None:
         f"""insert into pulse.outbox (event_id, idempotency_key, payload, topic, status, ordering_key, parked, priority,
                                       generation, next_run_at, completed_at)
             select id, id::text, '{{"order": 7}}', {columns}
-              from (select i, gen_random_uuid() as id from generate_series(1, {count}) as i) as new"""
+              from (select i, pulse.uuid7() as id from generate_series(1, {count}) as i) as new"""
     )
 
 

@@ -8,7 +8,7 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from tests.sql.calls import LEASE, Claim, ids, seconds
+from tests.sql.calls import LEASE, Calls, Claim, ids, seconds
 
 
 def test_enqueued_event_is_pending_and_due(outbox, t0):
@@ -427,6 +427,57 @@ def test_batch_settles_without_the_locked_row(outbox, session, verb, after):
     assert {outbox.row(e)["attempts"] for e in claim.ids} in ({0}, {1}), (
         "the repetition counted nothing twice"
     )
+
+
+def statuses_or_gone(outbox: Calls, *event_ids: uuid.UUID) -> list[str | None]:
+    query = "select event_id, status::text from pulse.outbox where event_id = any (%s)"
+    found = {row["event_id"]: row["status"] for row in outbox.conn.execute(query, [list(event_ids)])}
+    return [found.get(event_id) for event_id in event_ids]
+
+
+@pytest.mark.parametrize("delete", [False, True], ids=["kept", "deleted"])
+@pytest.mark.parametrize("lock", ["update", "key share"])
+def test_completion_of_a_row_whose_lock_is_over(outbox, session, lock, delete):
+    """What a lock leaves on the row looks like a lock. Beside it: a row that was extended, an untouched, a lost one."""
+    marked, extended, untouched, lost = outbox.enqueue_many(4)
+    claim = outbox.claim()
+    with session().conn.transaction() as stranger:
+        stranger.connection.execute(f"select from pulse.outbox where event_id = %s for {lock}", (marked,))
+    outbox.call("outbox_heartbeat", [extended], [claim.token])
+    tokens = [uuid.uuid4() if event_id == lost else claim.token for event_id in claim.ids]
+
+    answers = outbox.call("outbox_complete", claim.ids, tokens, p_delete=delete)
+
+    assert answers == [{"event_id": lost, "answer": "lost"}]
+    after = None if delete else "COMPLETED"
+    assert statuses_or_gone(outbox, marked, extended, untouched, lost) == [after, after, after, "RUNNING"]
+
+
+@pytest.mark.parametrize("delete", [False, True], ids=["kept", "deleted"])
+def test_completion_of_a_row_that_its_own_transaction_locked(outbox, delete):
+    """As a handler may have done before its event is completed with its writes, in a savepoint or not."""
+    mine, others = outbox.enqueue_many(2)
+    claim = outbox.claim()
+
+    with outbox.conn.transaction():
+        outbox.conn.execute("select from pulse.outbox where event_id = %s for update", (mine,))
+        with outbox.conn.transaction():
+            assert outbox.complete(claim, p_delete=delete) == {}
+
+    assert statuses_or_gone(outbox, mine, others) == [None if delete else "COMPLETED"] * 2
+
+
+def test_completion_of_a_row_that_is_deleted_or_locked(outbox, session):
+    held, free = outbox.enqueue_many(2)
+    claim = outbox.claim()
+    outbox.conn.execute("set lock_timeout = '2s'")
+    with session().conn.transaction() as stranger:
+        stranger.connection.execute("select from pulse.outbox where event_id = %s for update", (held,))
+        assert outbox.complete(claim, p_delete=True) == {held: "locked"}
+        assert statuses_or_gone(outbox, held, free) == ["RUNNING", None]
+
+    assert outbox.complete(claim, p_delete=True) == {}
+    assert statuses_or_gone(outbox, held, free) == [None, None]
 
 
 def test_heartbeat_goes_round_the_locked_row(outbox, session, t0):
