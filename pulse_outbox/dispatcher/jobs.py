@@ -83,7 +83,7 @@ class Job:
         return f"<Job {self.claim.topic} {self.claim.event_id} {self.stage}>"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that takes twice as long to make, and nearly every job makes one
 class Completed:
     """The handler returned."""
 

@@ -159,6 +159,7 @@ def test_stopped_past_its_lease_and_continued(dsn):
     with working(dsn, concurrency=4) as worker:
         for _ in range(8):
             worker.next()
+        wait_until(lambda: len(rows(dsn, "status = 'COMPLETED'")) >= 4)
         worker.process.send_signal(signal.SIGSTOP)
         with working(dsn, concurrency=40) as other:
             wait_until(lambda: not rows(dsn, "status = 'PENDING'"), within=15)
