@@ -76,10 +76,23 @@ $$;
 create trigger remember after update on pulse.outbox for each row
   when (new.status = 'RUNNING' and old.status <> 'RUNNING') execute function pulse.remember_attempts();
 """
-SAME_ATTEMPTS = (
-    "o.attempts = (select m.attempts from pulse.claimed_attempts m"
-    " where m.event_id = c.event_id and m.token = c.token)"
+ATTEMPTS = (
+    "(select m.attempts from pulse.claimed_attempts m where m.event_id = c.event_id and m.token = c.token)"
 )
+
+
+def fence(of_the_row: str, of_the_claim: str) -> tuple[tuple[str, str, str], ...]:
+    """What a write after a claim compares instead of the tokens."""
+    return tuple(
+        (function, *change)
+        for function in ("lock_claimed", "outbox_complete")
+        for change in (
+            ("o.claim_token) in (", f"{of_the_row}) in ("),
+            ("c.token from unnest", f"{of_the_claim} from unnest"),
+        )
+    )
+
+
 HEAD_OF_THE_DEAD = "(h.status = 'DEAD_LETTERED' and h.holds_key)"
 
 MUTANTS: dict[str, Mutant] = {
@@ -88,9 +101,8 @@ MUTANTS: dict[str, Mutant] = {
         noticed_by=("fence", "result"),
         course="stops",
         changes=(
-            ("lock_claimed", "o.claim_token = c.token", "true"),
-            ("outbox_complete", "o.claim_token = c.token", "true"),
-            ("answers", "when o.claim_token is distinct from c.token then 'lost'", ""),
+            *fence("o.event_id", "c.event_id"),
+            ("answers", "when (o.claim_token = c.token) is not true then 'lost'", ""),
         ),
     ),
     "attempts as the fence": Mutant(
@@ -99,9 +111,8 @@ MUTANTS: dict[str, Mutant] = {
         course="stops",
         before=ATTEMPTS_OF_A_CLAIM,
         changes=(
-            ("lock_claimed", "o.claim_token = c.token", SAME_ATTEMPTS),
-            ("outbox_complete", "o.claim_token = c.token", SAME_ATTEMPTS),
-            ("answers", "o.claim_token is distinct from c.token", f"not coalesce({SAME_ATTEMPTS}, false)"),
+            *fence("o.attempts", ATTEMPTS),
+            ("answers", "(o.claim_token = c.token) is not true", f"(o.attempts = {ATTEMPTS}) is not true"),
         ),
     ),
     "claim is not idempotent": Mutant(

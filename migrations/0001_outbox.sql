@@ -41,17 +41,17 @@
 --   Rows that nobody could run now (finished, running, waiting for their key) are in no lane, so no claim walks over them.
 --
 --   The fence is (event_id, claim_token, RUNNING). Whoever writes after a claim goes through lock_claimed, which also
---   skips rows that somebody else has locked: no write after a claim waits for a row. outbox_complete says the same in its
---   own statement first, since most of all writes are completions. Only two claims that go for the
---   same ordering key at the same moment can wait for each other, in outbox_one_running_per_key: 23505 or 40P01, claim again.
+--   skips rows that somebody else has locked: no write after a claim waits for a row. outbox_complete, which nearly every job
+--   ends in, says the same in its own statements first, and can wait for who locks a row in that very moment. Only two claims that
+--   go for the same ordering key at the same moment can wait for each other, in outbox_one_running_per_key: 23505 or 40P01, claim again.
 --
 --   p_now is null in production: the database's clock rules. Tests pass a time of their own.
 --
 --   Functions run with their owner's rights and a search_path of their own; the grants at the end say who may call what.
 --   The planner's choices are pinned inside them: statistics of a queue are wrong most of the time. That makes costs look
---   immense, so just-in-time compilation is off: it would take 40 ms before the first row. Whatever is joined with given ids
---   also says `event_id = any (ids)`: else the planner walks along the whole primary key while the table is small, and
---   keeps that plan while it grows.
+--   immense, so just-in-time compilation is off: it would take 40 ms before the first row. Whatever looks for given ids
+--   says `event_id = any (ids)`, joined or not: else the planner walks along the whole primary key while the table is small,
+--   and keeps that plan while it grows.
 
 -- Not `if not exists`: that needs the right to create schemas even where an administrator has made this one.
 do $$
@@ -456,13 +456,12 @@ $$;
 ------------------------------------------------------------------------------------------------------------------------
 
 -- The fence. Locks those of the given claims that still hold and that nobody else has locked, and says where they are.
+-- Inside coalesce, the pairs are looked up in a hash for each row; else the planner would make a join of it, either way round.
 create function pulse.lock_claimed(p_event_ids uuid[], p_tokens uuid[]) returns tid[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
-set enable_nestloop = off
-set enable_mergejoin = off
 set jit = off
 set plan_cache_mode = force_generic_plan
 as $$
@@ -473,11 +472,11 @@ begin
   return array(
     select o.ctid
       from pulse.outbox o
-      join unnest(p_event_ids, p_tokens) as c (event_id, token) on o.event_id = c.event_id
      where o.event_id = any (p_event_ids)
-       and o.claim_token = c.token
+       and coalesce((o.event_id, o.claim_token) in (
+             select c.event_id, c.token from unnest(p_event_ids, p_tokens) as c (event_id, token)), false)
        and o.lease_until is not null      -- RUNNING, said so that the planner can't turn to the index of leases
-       for update of o skip locked);
+       for update skip locked);
 end
 $$;
 
@@ -490,17 +489,18 @@ returns table (event_id uuid, answer text)
 language sql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
-set enable_hashjoin = off
+set enable_bitmapscan = off
+set enable_nestloop = off
 set enable_mergejoin = off
 set jit = off
 as $$
   select c.event_id, a.answer
     from unnest(p_event_ids, p_tokens) as c (event_id, token)
-    left join pulse.outbox o on o.event_id = c.event_id
+    left join pulse.outbox o on o.event_id = c.event_id and o.event_id = any (p_event_ids)
    cross join lateral (
            select case
                     when o.event_id is null and p_gone_is_done then null
-                    when o.claim_token is distinct from c.token then 'lost'
+                    when (o.claim_token = c.token) is not true then 'lost'
                     when o.status = 'RUNNING' then 'locked'
                     when o.status <> all (p_wanted) then 'lost'
                     when p_loud then o.status::text
@@ -1073,7 +1073,7 @@ begin
     return query
     select u.event_id, u.answer
       from pulse.answers(p_event_ids, p_tokens, '{}') as u
-      left join pulse.outbox o on o.event_id = u.event_id
+      left join pulse.outbox o on o.event_id = u.event_id and o.event_id = any (p_event_ids)
      where u.answer = 'lost'
         or o.lease_until is distinct from v_until;
   end if;
@@ -1085,7 +1085,8 @@ $$;
 --
 -- Rows that nobody has locked are written without being locked first, which would be a fifth of the work. Their xmax is none,
 -- or the claim's own. It may also be left from a lock that is over: what remains after the first round goes through
--- lock_claimed and into a second. Who locks a row in the very moment between being seen and being written is waited for.
+-- lock_claimed and into a second. Each row is written as soon as it was looked at, in the order of the ids, so that two of these
+-- calls never wait for each other; who locks a row in that very moment is waited for.
 create function pulse.outbox_complete(
   p_event_ids uuid[], p_tokens uuid[], p_delete boolean default false, p_now timestamptz default null)
 returns table (event_id uuid, answer text)
@@ -1093,28 +1094,28 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
-set enable_nestloop = off
-set enable_mergejoin = off
 set jit = off
 set plan_cache_mode = force_generic_plan
 as $$
 #variable_conflict use_column
 declare
   v_now  timestamptz := coalesce(p_now, clock_timestamp());
-  v_open integer := greatest(cardinality(p_event_ids), cardinality(p_tokens));
+  v_open integer := cardinality(p_event_ids);
   v_rows tid[];                                        -- what this call has locked
   v_done integer;
   v_keys text[];
   v_more text[];
 begin
+  if v_open is distinct from cardinality(p_tokens) then
+    raise exception 'event_ids and tokens must have the same length' using errcode = 'PO003';
+  end if;
   for v_round in 1 .. 2 loop
     if p_delete then
       with gone as (
         delete from pulse.outbox o
-         using unnest(p_event_ids, p_tokens) as c (event_id, token)
          where o.event_id = any (p_event_ids)
-           and o.event_id = c.event_id
-           and o.claim_token = c.token
+           and coalesce((o.event_id, o.claim_token) in (
+                 select c.event_id, c.token from unnest(p_event_ids, p_tokens) as c (event_id, token)), false)
            and o.lease_until is not null
            and (o.xmax = o.xmin or o.xmax = '0' or o.ctid = any (v_rows))
            and o.idempotency_key = o.event_id::text
@@ -1134,12 +1135,12 @@ begin
              completed_at = v_now,
              lease_until  = null,
              locked_by    = null
-        from unnest(p_event_ids, p_tokens) as c (event_id, token)
        where o.event_id = any (p_event_ids)
-         and o.event_id = c.event_id
-         and o.claim_token = c.token
+         and coalesce((o.event_id, o.claim_token) in (
+               select c.event_id, c.token from unnest(p_event_ids, p_tokens) as c (event_id, token)), false)
          and o.lease_until is not null
          and (o.xmax = o.xmin or o.xmax = '0' or o.ctid = any (v_rows))
+         and (not p_delete or o.idempotency_key <> o.event_id::text)
       returning o.ordering_key
     )
     select count(*), array_agg(ordering_key) filter (where ordering_key is not null)

@@ -276,8 +276,8 @@ class _Line:
         elif not is_sent:
             self._loop.add_writer(self._socket, self._write)
         self._is_writing = not is_sent
-        if self._is_writing:
-            self._read()  # libpq has looked for answers meanwhile: the socket would not tell
+        if self._is_writing or len(self._questions) > 1:
+            self._read()  # libpq may have looked for answers meanwhile: the socket would not tell
 
     def _read(self) -> None:
         try:

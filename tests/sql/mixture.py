@@ -92,6 +92,24 @@ class Meter:
         ).fetchall()
         return [row[0] for row in rows], [token] * len(rows)
 
+    def costs_of_what_is_lost(self, ids: list[uuid.UUID]) -> dict[str, int]:
+        """What a write after a claim costs when there is no such claim."""
+        one = "'{x}', '{null}', '{0}', '{f}'"
+        costs = {}
+        for name, more in {
+            "heartbeat": "",
+            "complete": "",
+            "complete and delete": ", p_delete => true",
+            "fail": f", {one}",
+            "snooze": ", '{0}'",
+            "release": "",
+            "lapse": ", 'killed'",
+        }.items():
+            with self.undone():
+                function = name.split()[0]
+                costs[name] = self.buffers(f"select * from pulse.outbox_{function}(%s, %s{more})", ids, ids)
+        return costs
+
     def costs(self) -> dict[str, int]:
         """What each call costs, for a hundred rows where it takes many."""
         costs = {}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
 from tests.sql.calls import LEASE, Calls, Claim, ids, seconds
+from tests.support.waiting import wait_until
 
 
 def test_enqueued_event_is_pending_and_due(outbox, t0):
@@ -478,6 +480,32 @@ def test_completion_of_a_row_that_is_deleted_or_locked(outbox, session):
 
     assert outbox.complete(claim, p_delete=True) == {}
     assert statuses_or_gone(outbox, held, free) == [None, None]
+
+
+def test_row_that_is_extended_meanwhile_is_deleted_all_the_same(outbox, session):
+    """Passed over while a heartbeat writes it, it must not be found free by the statement after that and be kept."""
+    extended, other = outbox.enqueue_many(2)
+    claim = outbox.claim()
+    heart, gate = session(), session()
+    outbox.conn.execute(
+        f"""create function public.wait() returns trigger language plpgsql as $$
+              begin perform pg_advisory_lock(7), pg_advisory_unlock(7); return old; end $$;
+            create trigger wait before delete on pulse.outbox for each row
+              when (old.event_id = '{other}') execute function public.wait()"""
+    )
+    gate.conn.execute("select pg_advisory_lock(7)")
+    with ThreadPoolExecutor(1) as thread:
+        with heart.conn.transaction():
+            heart.call("outbox_heartbeat", [extended], [claim.token])
+            completion = thread.submit(outbox.complete, claim, p_delete=True)
+            wait_until(lambda: gate.conn.execute(WAITS_FOR_ADVISORY_LOCK).fetchall())
+        gate.conn.execute("select pg_advisory_unlock(7)")
+        assert completion.result(10) == {}
+
+    assert statuses_or_gone(outbox, extended, other) == [None, None]
+
+
+WAITS_FOR_ADVISORY_LOCK = "select pid from pg_locks where locktype = 'advisory' and not granted and objid = 7"
 
 
 def test_heartbeat_goes_round_the_locked_row(outbox, session, t0):

@@ -441,7 +441,7 @@ class TestCallsThatOverlap:
             link = kind(dsn)
             await link.rows(b"select 1", ())
             outstanding.clear()
-            await asyncio.gather(*[link.rows(b"select 1", ()) for _ in range(10)])
+            await asyncio.gather(*[link.rows(b"select 1 from pg_sleep(0.01)", ()) for _ in range(10)])
             await link.close()
 
             assert max(outstanding) == most
