@@ -39,8 +39,10 @@ def expected_indexes(schema: str = schemas.DEFAULT_SCHEMA) -> dict[str, str]:
     for migration in schemas.find_migrations():
         text = re.sub(r"--[^\n]*", "", schemas.render(migration, schema))
         for table, body in re.findall(r"create (?:unlogged )?table \S+?\.(\w+) \((.*?)\n\)", text, re.DOTALL):
-            for name, columns in re.findall(r"constraint (\w+) primary key \(([^)]*)\)", body):
-                found[name] = f"alter table {quoted}.{table} add constraint {name} primary key ({columns});"
+            for name, key in re.findall(
+                r"constraint (\w+) (primary key \([^)]*\)(?: with \([^)]*\))?)", body
+            ):
+                found[name] = f"alter table {quoted}.{table} add constraint {name} {key};"
         for unique, name, rest in re.findall(
             r"create (unique )?index (?:concurrently )?(\w+)\s+(on [^;]*;)", text
         ):
