@@ -1083,7 +1083,7 @@ $$;
 -- RUNNING -> COMPLETED, or the row is deleted (p_delete; never one with a given idempotency key, which has to be remembered).
 -- Says nothing of what is settled: only of what is 'locked' (try again) or 'lost'.
 --
--- Rows that nobody has locked are written without being locked first, which would be a fifth of the work. Their xmax is none,
+-- Rows that nobody has locked are written without being locked first, which would be a tenth of the work. Their xmax is none,
 -- or the claim's own. It may also be left from a lock that is over: what remains after the first round goes through
 -- lock_claimed and into a second. Each row is written as soon as it was looked at, in the order of the ids, so that two of these
 -- calls never wait for each other; who locks a row in that very moment is waited for.
