@@ -9,7 +9,7 @@ import re
 import socket
 from collections import deque
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import psycopg
 from psycopg import capabilities, errors, pq
@@ -38,7 +38,8 @@ _PLACEHOLDER = re.compile(rb"%[s%]")
 class AnyLink(Protocol):
     """What a store asks of its link."""
 
-    async def rows(self, query: bytes, parameters: Sequence[object]) -> Rows: ...
+    async def rows(self, query: bytes, parameters: Sequence[object], sent: Sent | None = None) -> Rows: ...
+    def send(self, query: bytes, parameters: Sequence[object]) -> Sent | None: ...
     async def close(self) -> None: ...
 
 
@@ -66,16 +67,29 @@ class Link:
         self._line: _Line | None = None
         self._is_closed = False
 
-    async def rows(self, query: bytes, parameters: Sequence[object]) -> Rows:
-        """What the query returns, or an error; a hung server is an error too."""
-        line = await self._connected()
-        if line.is_direct:
-            rows = await self._ask(line, query, parameters)
+    async def rows(self, query: bytes, parameters: Sequence[object], sent: Sent | None = None) -> Rows:
+        """What the query returns, or an error; a hung server is an error too. *sent*: what `send` said of the same."""
+        if sent is not None:
+            rows = await self._answer(sent)
         else:
-            async with self._turn:
-                rows = await self._ask(await self._connected(), query, parameters)
+            line = await self._connected()
+            if line.is_direct:
+                rows = await self._ask(line, query, parameters)
+            else:
+                async with self._turn:
+                    rows = await self._ask(await self._connected(), query, parameters)
         self._succeeded()
         return rows
+
+    def send(self, query: bytes, parameters: Sequence[object]) -> Sent | None:
+        """Sends a query at once; None where the connection has to be made first, or where calls take turns.
+
+        `rows` gives its answer.
+        """
+        line = self._line
+        if line is None or line.is_lost or not line.is_direct:
+            return None
+        return Sent(line, line.ask(query, parameters))
 
     async def close(self) -> None:
         """Ends the connection."""
@@ -91,10 +105,13 @@ class Link:
         return self._line
 
     async def _ask(self, line: _Line, query: bytes, parameters: Sequence[object]) -> Rows:
-        """One call; an error that costs the connection throws it away."""
-        answer = line.ask(query, parameters)
+        return await self._answer(Sent(line, line.ask(query, parameters)))
+
+    async def _answer(self, sent: Sent) -> Rows:
+        """The answer of one call; an error that costs the connection throws it away."""
+        line = sent.line
         try:
-            result = await answer
+            result = await sent.answer
         except BaseException as error:
             if loses_connection(error):
                 line.end(
@@ -130,6 +147,18 @@ class Link:
             line.end(psycopg.OperationalError("the connection could not be set up"))
             raise
         return line
+
+
+class Sent(NamedTuple):
+    """A call that was sent, and whose answer nobody has taken yet."""
+
+    line: _Line
+    answer: asyncio.Future[PGresult]
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its answer is an error."""
+        return self.answer.done() and (self.answer.cancelled() or self.answer.exception() is not None)
 
 
 class _Question:

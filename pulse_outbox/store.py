@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import struct
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from operator import itemgetter
@@ -32,13 +32,16 @@ if TYPE_CHECKING:
 
     from tenacity import AsyncRetrying
 
-    from pulse_outbox.link import AnyLink, Rows
+    from pulse_outbox.link import AnyLink, Rows, Sent
 
 Clock = Callable[[], datetime]
 """Simulated time, in tests."""
 
 TRIES_REMEMBERED = 100
 """Far more than one store has claims without an answer."""
+
+_Question = tuple[bytes, list[object]]
+"""A query, and its parameters."""
 
 Answer = Literal["RETRYING", "DEAD_LETTERED", "locked", "lost"]
 """locked: somebody else holds the row, try again. lost: the claim is over. Silence: settled as wanted."""
@@ -195,7 +198,7 @@ class Store:
         *_, looked_at, took = rows[0]
         return Listing([Lane._make(row[:-2]) for row in rows if row[0] is not None], looked_at, took)
 
-    async def claim(
+    def claim(
         self,
         *,
         limit: int,
@@ -211,43 +214,40 @@ class Store:
         token: UUID | None = None,
         fresh: bool = False,
         now: datetime | None = None,
-    ) -> Claimed:
+    ) -> Claiming:
         """Takes up to *limit* due events; see outbox_claim. By priority, due time and seq.
 
-        A caller that wants to ask again after an error brings its own *token*, *fresh* when it is new.
+        A caller that wants to ask again after an error awaits the same again. One that asks another time, or another
+        store, brings its own *token*, *fresh* when it is new.
         """
         if token is None:
             token, fresh = uuid4(), True
+        arguments: dict[str, object] = {
+            "p_token": token,
+            "p_worker": worker,
+            "p_topics": _array(topics),
+            "p_limit": limit,
+            "p_lease": _interval(lease),
+            "p_budgets": _array(budgets),
+            "p_generations": _array(generations),
+            "p_slots": slots,
+            "p_lanes": json.dumps(lanes) if lanes is not None else None,
+            "p_lapses": lapses,
+            "p_alone": alone,
+            "p_now": now,
+        }
 
-        async def once() -> Rows:
+        def next_try() -> _Question:
             nonlocal fresh
-            first, fresh = fresh, False  # whatever becomes of this try, the next one can't be certain
-            number = self._count_try(token)
-            return await self._rows(
-                "outbox_claim",
-                p_token=token,
-                p_worker=worker,
-                p_topics=_array(topics),
-                p_limit=limit,
-                p_lease=_interval(lease),
-                p_budgets=_array(budgets),
-                p_generations=_array(generations),
-                p_slots=slots,
-                p_lanes=json.dumps(lanes) if lanes is not None else None,
-                p_lapses=lapses,
-                p_fresh=first,
-                p_alone=alone,
-                p_try=number,
-                p_now=now,
-            )
+            arguments["p_fresh"], fresh = (
+                fresh,
+                False,
+            )  # whatever becomes of this try, the next one can't be certain
+            arguments["p_try"] = self._count_try(token)
+            return self._question("outbox_claim", arguments)
 
-        rows = await _tried(self._dequeue, once)
-        rows.sort(key=_due_order)
-        if len(set(map(_priority, rows))) > 1:
-            rows.sort(key=_priority, reverse=True)
-        return Claimed(
-            [_as_claim((*row, token)) for row in rows if row[0] is not None],
-            [_lane_of(row) for row in rows if row[0] is None],
+        return Claiming(
+            token, next_try=next_try, send=self._link.send, answer=self._answer, retrying=self._dequeue
         )
 
     async def held_by(self, token: UUID) -> list[Claim]:
@@ -470,13 +470,20 @@ class Store:
         return await _tried(retrying, self._rows, function, **arguments)
 
     async def _rows(self, function: str, **arguments: object) -> Rows:
+        return await self._answer(*self._question(function, arguments))
+
+    def _question(self, function: str, arguments: Mapping[str, object]) -> _Question:
         query = self._queries.get((function, *arguments))
         if query is None:
             query = self._queries[function, *arguments] = _call_of(self._schema, function, arguments)
-        if self._clock is not None and "p_now" in arguments and arguments["p_now"] is None:
-            arguments["p_now"] = self._clock()
+        parameters = list(arguments.values())
+        if self._clock is not None and arguments.get("p_now", ...) is None:
+            parameters[list(arguments).index("p_now")] = self._clock()
+        return query, parameters
+
+    async def _answer(self, query: bytes, parameters: list[object], sent: Sent | None = None) -> Rows:
         try:
-            return await self._link.rows(query, list(arguments.values()))
+            return await self._link.rows(query, parameters, sent)
         except psycopg.Error as error:
             if ours := from_database_error(error):
                 raise ours from error
@@ -485,6 +492,66 @@ class Store:
                     f"schema {self._schema} is missing or older than this code: run `pulse-outbox migrate`"
                 ) from error
             raise
+
+
+class Claiming:
+    """A claim that is ready to be sent. Awaited, it is sent, again where that helps, and gives what it took.
+
+    After an error it may be awaited again: under its token it takes nothing twice.
+    """
+
+    def __init__(
+        self,
+        token: UUID,
+        *,
+        next_try: Callable[[], _Question],
+        send: Callable[[bytes, list[object]], Sent | None],
+        answer: Callable[[bytes, list[object], Sent | None], Awaitable[Rows]],
+        retrying: AsyncRetrying,
+    ) -> None:
+        self.token = token
+        self._next_try = next_try
+        self._send = send
+        self._answer = answer
+        self._retrying = retrying
+        self._question: _Question | None = None
+        """A try that has begun …"""
+        self._sent: Sent | None = None
+        """… and was sent."""
+
+    def send(self) -> None:
+        """Sends it now, where the connection stands, so that the answer is there sooner."""
+        self._question = self._next_try()
+        try:
+            self._sent = self._send(*self._question)
+        except psycopg.Error:
+            self._question = None  # it may have got through: to be asked again on another connection
+
+    def forget(self) -> None:
+        """Nobody will ask for the answer."""
+        if self._sent is not None:
+            self._sent.answer.cancel()
+
+    def __await__(self) -> Generator[Any, None, Claimed]:
+        return self._claimed().__await__()
+
+    async def _claimed(self) -> Claimed:
+        rows = await _tried(self._retrying, self._try)
+        rows.sort(key=_due_order)
+        if len(set(map(_priority, rows))) > 1:
+            rows.sort(key=_priority, reverse=True)
+        token = self.token
+        return Claimed(
+            [_as_claim((*row, token)) for row in rows if row[0] is not None],
+            [_lane_of(row) for row in rows if row[0] is None],
+        )
+
+    async def _try(self) -> Rows:
+        question, self._question = self._question, None
+        sent, self._sent = self._sent, None
+        if question is None or (sent is not None and sent.is_lost):
+            question, sent = self._next_try(), None
+        return await self._answer(*question, sent)
 
 
 async def _tried(

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from uuid import uuid4
 
 from pulse_outbox.dispatcher.jobs import Job, Released, once_first
 from pulse_outbox.dispatcher.lanes import Lanes
@@ -16,7 +15,6 @@ from pulse_outbox.dispatcher.transactions import POOL_SIZE as TRANSACTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
-    from uuid import UUID
 
     from pulse_outbox.dispatcher.jobs import InFlight
     from pulse_outbox.dispatcher.lanes import ClaimPlan, LaneKey
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from pulse_outbox.dispatcher.slots import Slots
     from pulse_outbox.dispatcher.state import Tally
     from pulse_outbox.handlers import Handler
-    from pulse_outbox.store import Claim, Claimed, Store
+    from pulse_outbox.store import Claim, Claiming, Store
 
 AHEAD = 0.1
 """How much work may wait in memory, in seconds of what is being completed at present."""
@@ -51,17 +49,14 @@ HOLD_PATIENCE = 3.0
 
 @dataclass(slots=True, kw_only=True)
 class _ClaimCall:
-    """A claim that is under way, or whose answer was lost."""
+    """A claim that is about to be sent, under way, or whose answer was lost."""
 
     plan: ClaimPlan
-    token: UUID
-    slots: int
-    at: float
-    was_sent: bool = False
+    claiming: Claiming
+    at: float = 0.0
+    """When it was first sent, on the monotonic clock: its leases are not older."""
     is_under_way: bool = False
     """From when it is sent until its answer is taken in, or lost."""
-    answer: asyncio.Future[Claimed] | None = None
-    """Of one that was sent behind another."""
 
 
 class Intake:
@@ -120,13 +115,25 @@ class Intake:
         self._alarm_at = 0.0
         self._calls: deque[_ClaimCall] = deque()
         """What was asked and not answered yet, in this order; at most two."""
+        self._prepared: _ClaimCall | None = None
+        """While this sleeps: what to ask when it is woken."""
         self._backlog = False
         """The last claim brought a whole batch."""
         self._fruitless = False
         """The last claim found nothing of what was listed: somebody else has it locked."""
 
     def wake(self) -> None:
-        """There may be new work."""
+        """There is new work, or there may be."""
+        if self._prepared is None or self._holds:
+            self._look()
+            return
+        call, self._prepared = self._prepared, None
+        self._guessed = True
+        self._calls.append(call)
+        self._send(call)
+        self._stirred.set()
+
+    def _look(self) -> None:
         self._relist = True
         self._stirred.set()
 
@@ -138,7 +145,7 @@ class Intake:
             while self._empty_listing <= begun:
                 self.nothing_due.clear()
                 self._looks.list_at_once()
-                self.wake()
+                self._look()
                 await self.nothing_due.wait()
         finally:
             self._is_looking = False
@@ -147,7 +154,7 @@ class Intake:
         """An event that this process had can run again after so long: it must not sleep past that."""
         if seconds <= 0:
             self.nothing_due.clear()
-            self.wake()
+            self._look()
         elif self._alarm is None or time.monotonic() + seconds < self._alarm_at:
             if self._alarm is not None:
                 self._alarm.cancel()
@@ -156,7 +163,7 @@ class Intake:
 
     def _ring(self) -> None:
         self._alarm = None  # what is due after this one, the listing will show
-        self.wake()
+        self._look()
 
     def room_made(self) -> None:
         """A job has ended, or a result was stored."""
@@ -179,7 +186,7 @@ class Intake:
         """Ends one hold; others may go on."""
         self._holds.discard(why)
         self._looks.list_at_once()  # what is still suspect, only that shows
-        self.wake()
+        self._look()
 
     async def run(self) -> None:
         """Claims for ever."""
@@ -191,8 +198,7 @@ class Intake:
                     await self._claim(self._calls[0])
         except asyncio.CancelledError:
             for call in self._calls:
-                if call.answer is not None:
-                    call.answer.cancel()
+                call.claiming.forget()
             raise
 
     async def shed(self) -> None:
@@ -223,7 +229,7 @@ class Intake:
         # after it shows, which must come: else a topic whose every job wakes this would keep all others from sight.
         if woken and not (self._guessed and listing_is_due) and (guess := self._guess(wanted)):
             self._guessed = True
-            return self._call_of(guess)
+            return self._call_of(guess, slots=self._slots.free)
         if listing_is_due or (woken and not self._looks.are_costly):
             await self._list()
             plan = None
@@ -231,7 +237,7 @@ class Intake:
         if plan is None or self._holds:
             await self._rest()
             return None
-        return self._call_of(plan)
+        return self._call_of(plan, slots=self._slots.free)
 
     def _guess(self, wanted: int) -> ClaimPlan | None:
         """A claim without a listing, where that can be made."""
@@ -244,17 +250,39 @@ class Intake:
         guess = self._lanes.guess(wanted, now, anywhere=self._looks.last_was_quick())
         return guess or self._lanes.guess_again(wanted, self._room_of, now)
 
-    def _call_of(self, plan: ClaimPlan) -> _ClaimCall:
-        return _ClaimCall(plan=plan, token=uuid4(), slots=self._slots.free, at=time.monotonic())
+    def _call_of(self, plan: ClaimPlan, *, slots: int) -> _ClaimCall:
+        claiming = self._store.claim(
+            limit=plan.limit,
+            topics=self._topics,
+            worker=self._settings.worker,
+            lease=self._settings.lease_time,
+            budgets=self._budgets,
+            slots=slots,
+            generations=self._settings.generations,
+            lanes=plan.lanes,
+            lapses=0,
+        )
+        return _ClaimCall(plan=plan, claiming=claiming)
+
+    def _send(self, call: _ClaimCall) -> None:
+        # Suspects are claimed beside this, and share the limits of handlers.
+        self._in_flight.ask(call.claiming.token, call.plan.quotas.items())
+        call.is_under_way = True
+        call.at = call.at or time.monotonic()
+        call.claiming.send()
 
     async def _claim(self, call: _ClaimCall) -> None:
         """One claim. After an error it stays unanswered and is asked again: what it took must not be forgotten."""
-        asking = self._ask(call)
+        if not call.is_under_way:
+            self._send(call)
         if len(self._calls) == 1 and (following := self._following(call)):
-            asking = asyncio.ensure_future(asking)  # sent before the other one
             self._calls.append(following)
-            self._ask_behind(following)
-        claims = await asking
+            self._send(following)
+        try:
+            claims = await call.claiming
+        except BaseException:
+            call.is_under_way = False
+            raise
         self._calls.popleft()
         self._backlog = len(claims) >= self._settings.batch
         self._fruitless = bool(call.plan.keys) and not claims
@@ -284,45 +312,7 @@ class Intake:
         if self._lanes.wait_for_slot(self._room_of):
             return None
         plan = self._lanes.plan(batch, self._room_of, now, behind=call.plan)
-        return None if plan is None else _ClaimCall(plan=plan, token=uuid4(), slots=0, at=now)
-
-    def _ask(self, call: _ClaimCall) -> Awaitable[Claimed]:
-        """The answer to a claim, which is sent unless it is under way."""
-        if call.answer is not None:
-            return call.answer
-        # Suspects are claimed beside this, and share the limits of handlers.
-        self._in_flight.ask(call.token, call.plan.quotas.items())
-        call.is_under_way = True
-        return self._answer_to(call)
-
-    def _ask_behind(self, call: _ClaimCall) -> None:
-        call.answer = asyncio.ensure_future(self._ask(call))
-
-        def forget(answer: asyncio.Future[Claimed]) -> None:
-            if answer.cancelled() or answer.exception():
-                call.answer = None  # to be sent again when its turn comes
-
-        call.answer.add_done_callback(forget)
-
-    async def _answer_to(self, call: _ClaimCall) -> Claimed:
-        fresh, call.was_sent = not call.was_sent, True
-        try:
-            return await self._store.claim(
-                limit=call.plan.limit,
-                topics=self._topics,
-                worker=self._settings.worker,
-                lease=self._settings.lease_time,
-                budgets=self._budgets,
-                slots=call.slots,
-                generations=self._settings.generations,
-                lanes=call.plan.lanes,
-                lapses=0,
-                token=call.token,
-                fresh=fresh,
-            )
-        except BaseException:
-            call.is_under_way = False
-            raise
+        return None if plan is None else self._call_of(plan, slots=0)
 
     # How much
 
@@ -372,7 +362,7 @@ class Intake:
             self._suspects_due(suspects)
 
     def _take_in(self, claims: Sequence[Claim], call: _ClaimCall) -> None:
-        ours = self._in_flight.answered(call.token)
+        ours = self._in_flight.answered(call.claiming.token)
         if not claims:
             return
         self.nothing_due.clear()
@@ -432,7 +422,11 @@ class Intake:
             self._deaf = False
             await self._say_sleeping(True)
         if not self._relist:  # a wake-up may have come while this was busy falling asleep
-            await self._sleep(max(0.0, min([now + longest, *self._lanes.due_after(now)]) - now))
+            self._prepared = self._prepare()
+            try:
+                await self._sleep(max(0.0, min([now + longest, *self._lanes.due_after(now)]) - now))
+            finally:
+                self._prepared = None
         self._needs_room = False
         if not self._got_room:
             self._nap = min(self._nap * 2, self._settings.seconds("poll"))
@@ -441,6 +435,13 @@ class Intake:
             self._mention_suspects_since(now)
         elif not self._got_room:
             self._looks.list_at_once()
+
+    def _prepare(self) -> _ClaimCall | None:
+        """What to ask as soon as this is woken, if that can be known now; most of the work is making it."""
+        if self._deaf or self._guessed or self._looks.are_costly or (wanted := self._wanted()) < 1:
+            return None
+        guess = self._guess(wanted)
+        return None if guess is None else self._call_of(guess, slots=self._slots.free)
 
     def _mention_suspects_since(self, then: float) -> None:
         """Those that have become due since then: no listing comes to show them."""

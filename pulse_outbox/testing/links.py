@@ -18,7 +18,7 @@ from pulse_outbox import connections
 from pulse_outbox.connections import Ask, State
 from pulse_outbox.dispatcher.transactions import HandlerTransaction
 from pulse_outbox.errors import SettingsError
-from pulse_outbox.link import Rows
+from pulse_outbox.link import Rows, Sent
 from pulse_outbox.store import UuidArray
 
 if TYPE_CHECKING:
@@ -53,7 +53,10 @@ class Borrowed:
         self._here = here
         self._outside = outside
 
-    async def rows(self, query: bytes, parameters: Sequence[object]) -> Rows:
+    def send(self, query: bytes, parameters: Sequence[object]) -> None:
+        """Nothing is sent ahead: the test's connection answers one call after the other."""
+
+    async def rows(self, query: bytes, parameters: Sequence[object], sent: Sent | None = None) -> Rows:
         """What the query returns, inside the open transaction."""
         ask = Ask(*_as_one_text(query.decode(), parameters))
         if self._here is not None:

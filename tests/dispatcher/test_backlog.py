@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Generator
 from typing import Any
 
 import psycopg
@@ -13,7 +14,7 @@ import pytest
 from pulse_outbox import Dispatcher, Event, NewEvent, Outbox, RetryPolicy
 from pulse_outbox.dispatcher.intake import Intake
 from pulse_outbox.storage_retry import StorageRetries
-from pulse_outbox.store import Claimed, Store
+from pulse_outbox.store import Claimed, Claiming, Store
 from tests.support.dispatching import QUICK, Table, dispatching, drain
 from tests.support.proxy import proxied
 from tests.support.waiting import wait_until_async
@@ -25,13 +26,13 @@ BATCH = 20
 def unanswered(monkeypatch) -> list[int]:
     """How many claims are unanswered, whenever one is sent."""
     seen: list[int] = []
-    real = Intake._answer_to
+    real = Intake._send
 
-    async def counted(intake: Intake, call: Any) -> Claimed:
+    def counted(intake: Intake, call: Any) -> None:
         seen.append(len(intake._calls))
-        return await real(intake, call)
+        real(intake, call)
 
-    monkeypatch.setattr(Intake, "_answer_to", counted)
+    monkeypatch.setattr(Intake, "_send", counted)
     return seen
 
 
@@ -111,17 +112,25 @@ async def test_budgets_of_one_never_wait_in_memory(dsn, outbox: Outbox, table: T
     """The slots that are free are promised once: what the second claim finds of them stays in the database."""
     promised: list[tuple[int, int]] = []
     beyond: list[int] = []
-    ask, take_in = Intake._ask, Intake._take_in
+    promises: dict[int, int] = {}
+    call_of, really_send, take_in = Intake._call_of, Intake._send, Intake._take_in
 
-    def asked(intake: Intake, call: Any) -> Any:
-        promised.append((len(intake._calls), sum(call.slots for call in intake._calls) - intake._slots.free))
-        return ask(intake, call)
+    def made(intake: Intake, plan: Any, *, slots: int) -> Any:
+        call = call_of(intake, plan, slots=slots)
+        promises[id(call)] = slots
+        return call
+
+    def sent(intake: Intake, call: Any) -> None:
+        together = sum(promises[id(call)] for call in intake._calls)
+        promised.append((len(intake._calls), together - intake._slots.free))
+        really_send(intake, call)
 
     def taken_in(intake: Intake, claims: Any, call: Any) -> None:
         beyond.append(sum(claim.max_attempts == 1 for claim in claims) - intake._slots.free)
         take_in(intake, claims, call)
 
-    monkeypatch.setattr(Intake, "_ask", asked)
+    monkeypatch.setattr(Intake, "_call_of", made)
+    monkeypatch.setattr(Intake, "_send", sent)
     monkeypatch.setattr(Intake, "_take_in", taken_in)
 
     @outbox.handler("mail")
@@ -248,17 +257,25 @@ async def test_a_burst_does_not_end_before_the_second_claim_has_answered(
 ):
     """Its events are neither in a listing any more nor in memory yet."""
     runs = runs_of(outbox)
-    real = Store.claim
+    claim, answer = Store.claim, Claiming.__await__
+    second: list[Claiming] = []
     late: list[int] = []
 
-    async def slow(store: Store, **options: Any) -> Claimed:
-        claims = await real(store, **options)
-        if options["slots"] == 0 and claims:
+    def counted(store: Store, **options: Any) -> Claiming:
+        claiming = claim(store, **options)
+        if options["slots"] == 0:
+            second.append(claiming)
+        return claiming
+
+    def slow(claiming: Claiming) -> Generator[Any, None, Claimed]:
+        claims = yield from answer(claiming)
+        if claiming in second and claims:
             late.append(len(claims))
-            await asyncio.sleep(0.5)
+            yield from asyncio.sleep(0.5).__await__()
         return claims
 
-    monkeypatch.setattr(Store, "claim", slow)
+    monkeypatch.setattr(Store, "claim", counted)
+    monkeypatch.setattr(Claiming, "__await__", slow)
     await fill(table, outbox, 120)
     await drain(outbox, dsn, batch=BATCH, lease=10)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Generator
 from typing import Any
 from uuid import uuid4
 
@@ -16,7 +17,7 @@ from pulse_outbox.dispatcher import pace
 from pulse_outbox.dispatcher.children import ChildSuspects
 from pulse_outbox.dispatcher.jobs import InFlight
 from pulse_outbox.dispatcher.lanes import LaneKey
-from pulse_outbox.store import Claim, Listing, Store
+from pulse_outbox.store import Claimed, Claiming, Listing, Store
 from tests.support.dispatching import Table, dispatching, drain
 from tests.support.waiting import wait_until_async
 
@@ -361,15 +362,17 @@ async def test_what_others_have_locked_is_not_asked_for_again_and_again(
 ):
     """A listing shows it as due, and every claim finds nothing: the naps grow all the same."""
     claims = 0
-    real = Store.claim
+    real = Claiming.__await__
 
-    async def slow(store: Store, **options: Any) -> list[Claim]:
+    def slow(claiming: Claiming) -> Generator[Any, None, Claimed]:
         nonlocal claims
         claims += 1
-        await asyncio.sleep(0.02)  # a database that is not next door: as long as the first nap
-        return await real(store, **options)
+        yield from asyncio.sleep(
+            0.02
+        ).__await__()  # a database that is not next door: as long as the first nap
+        return (yield from real(claiming))
 
-    monkeypatch.setattr(Store, "claim", slow)
+    monkeypatch.setattr(Claiming, "__await__", slow)
     outbox.handler("mail")(lambda event: None)
     await table.enqueue_many(outbox, [NewEvent("mail", {}) for _ in range(10)])
     async with await psycopg.AsyncConnection.connect(dsn) as somebody:
