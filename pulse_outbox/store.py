@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Literal, LiteralString, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Literal, LiteralString, NamedTuple, Protocol, TypeVar
 from uuid import UUID, uuid4
 
 import psycopg
@@ -184,19 +184,16 @@ class Store:
             rows = []
         migrations.judge_versions(rows, schema=self._schema).require_supported()
 
-    async def lanes(
+    def lanes(
         self, topics: Sequence[str], generations: Sequence[int] | None = None, *, now: datetime | None = None
-    ) -> Listing:
+    ) -> Asking[Listing]:
         """The lanes of these topics that have work, now or later."""
-        rows = await self._call(
-            "outbox_lanes",
-            self._dequeue,
-            p_topics=_array(topics),
-            p_generations=_array(generations),
-            p_now=now,
-        )
-        *_, looked_at, took = rows[0]
-        return Listing([Lane._make(row[:-2]) for row in rows if row[0] is not None], looked_at, took)
+
+        def question() -> _Question:
+            arguments = {"p_topics": _array(topics), "p_generations": _array(generations), "p_now": now}
+            return self._question("outbox_lanes", arguments)
+
+        return Asking(self._link, question, self._answer, self._dequeue, _listing_of)
 
     def claim(
         self,
@@ -214,7 +211,7 @@ class Store:
         token: UUID | None = None,
         fresh: bool = False,
         now: datetime | None = None,
-    ) -> Claiming:
+    ) -> Asking[Claimed]:
         """Takes up to *limit* due events; see outbox_claim. By priority, due time and seq.
 
         A caller that wants to ask again after an error awaits the same again. One that asks another time, or another
@@ -246,8 +243,8 @@ class Store:
             arguments["p_try"] = self._count_try(token)
             return self._question("outbox_claim", arguments)
 
-        return Claiming(
-            token, next_try=next_try, send=self._link.send, answer=self._answer, retrying=self._dequeue
+        return Asking(
+            self._link, next_try, self._answer, self._dequeue, functools.partial(_claimed_of, token)
         )
 
     async def held_by(self, token: UUID) -> list[Claim]:
@@ -494,57 +491,51 @@ class Store:
             raise
 
 
-class Claiming:
-    """A claim that is ready to be sent. Awaited, it is sent, again where that helps, and gives what it took.
+T = TypeVar("T")
 
-    After an error it may be awaited again: under its token it takes nothing twice.
+
+class Asking(Generic[T]):
+    """A call that is ready to be sent. Awaited, it is sent, again where that helps, and gives its answer.
+
+    After an error it may be awaited once more.
     """
 
     def __init__(
         self,
-        token: UUID,
-        *,
+        link: AnyLink,
         next_try: Callable[[], _Question],
-        send: Callable[[bytes, list[object]], Sent | None],
         answer: Callable[[bytes, list[object], Sent | None], Awaitable[Rows]],
         retrying: AsyncRetrying,
+        read: Callable[[Rows], T],
     ) -> None:
-        self.token = token
+        self._link = link
         self._next_try = next_try
-        self._send = send
         self._answer = answer
         self._retrying = retrying
+        self._read = read
         self._question: _Question | None = None
-        """A try that has begun …"""
+        """Of a try that has begun …"""
         self._sent: Sent | None = None
-        """… and was sent."""
+        """… and that was sent."""
 
     def send(self) -> None:
-        """Sends it now, where the connection stands, so that the answer is there sooner."""
+        """Sends it now, where the connection stands: whoever awaits it later has the answer sooner."""
         self._question = self._next_try()
         try:
-            self._sent = self._send(*self._question)
+            self._sent = self._link.send(*self._question)
         except psycopg.Error:
-            self._question = None  # it may have got through: to be asked again on another connection
+            self._question = None  # it may have got through: to be asked again, on another connection
 
     def forget(self) -> None:
         """Nobody will ask for the answer."""
         if self._sent is not None:
             self._sent.answer.cancel()
 
-    def __await__(self) -> Generator[Any, None, Claimed]:
-        return self._claimed().__await__()
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._ask().__await__()
 
-    async def _claimed(self) -> Claimed:
-        rows = await _tried(self._retrying, self._try)
-        rows.sort(key=_due_order)
-        if len(set(map(_priority, rows))) > 1:
-            rows.sort(key=_priority, reverse=True)
-        token = self.token
-        return Claimed(
-            [_as_claim((*row, token)) for row in rows if row[0] is not None],
-            [_lane_of(row) for row in rows if row[0] is None],
-        )
+    async def _ask(self) -> T:
+        return self._read(await _tried(self._retrying, self._try))
 
     async def _try(self) -> Rows:
         question, self._question = self._question, None
@@ -552,6 +543,21 @@ class Claiming:
         if question is None or (sent is not None and sent.is_lost):
             question, sent = self._next_try(), None
         return await self._answer(*question, sent)
+
+
+def _claimed_of(token: UUID, rows: Rows) -> Claimed:
+    rows.sort(key=_due_order)
+    if len(set(map(_priority, rows))) > 1:
+        rows.sort(key=_priority, reverse=True)
+    return Claimed(
+        [_as_claim((*row, token)) for row in rows if row[0] is not None],
+        [_lane_of(row) for row in rows if row[0] is None],
+    )
+
+
+def _listing_of(rows: Rows) -> Listing:
+    *_, looked_at, took = rows[0]
+    return Listing([Lane._make(row[:-2]) for row in rows if row[0] is not None], looked_at, took)
 
 
 async def _tried(

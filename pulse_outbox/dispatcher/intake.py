@@ -7,6 +7,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 from pulse_outbox.dispatcher.jobs import Job, Released, once_first
 from pulse_outbox.dispatcher.lanes import Lanes
@@ -15,6 +16,7 @@ from pulse_outbox.dispatcher.transactions import POOL_SIZE as TRANSACTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from uuid import UUID
 
     from pulse_outbox.dispatcher.jobs import InFlight
     from pulse_outbox.dispatcher.lanes import ClaimPlan, LaneKey
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from pulse_outbox.dispatcher.slots import Slots
     from pulse_outbox.dispatcher.state import Tally
     from pulse_outbox.handlers import Handler
-    from pulse_outbox.store import Claim, Claiming, Store
+    from pulse_outbox.store import Asking, Claim, Claimed, Listing, Store
 
 AHEAD = 0.1
 """How much work may wait in memory, in seconds of what is being completed at present."""
@@ -52,11 +54,20 @@ class _ClaimCall:
     """A claim that is about to be sent, under way, or whose answer was lost."""
 
     plan: ClaimPlan
-    claiming: Claiming
+    token: UUID
+    claim: Asking[Claimed]
     at: float = 0.0
     """When it was first sent, on the monotonic clock: its leases are not older."""
     is_under_way: bool = False
     """From when it is sent until its answer is taken in, or lost."""
+    listing: Asking[Listing] | None = None
+    """That was sent behind it."""
+
+    def forget(self) -> None:
+        """Nobody will wait for the answers."""
+        self.claim.forget()
+        if self.listing is not None:
+            self.listing.forget()
 
 
 class Intake:
@@ -198,7 +209,7 @@ class Intake:
                     await self._claim(self._calls[0])
         except asyncio.CancelledError:
             for call in self._calls:
-                call.claiming.forget()
+                call.forget()
             raise
 
     async def shed(self) -> None:
@@ -251,7 +262,8 @@ class Intake:
         return guess or self._lanes.guess_again(wanted, self._room_of, now)
 
     def _call_of(self, plan: ClaimPlan, *, slots: int) -> _ClaimCall:
-        claiming = self._store.claim(
+        token = uuid4()
+        claim = self._store.claim(
             limit=plan.limit,
             topics=self._topics,
             worker=self._settings.worker,
@@ -261,25 +273,26 @@ class Intake:
             generations=self._settings.generations,
             lanes=plan.lanes,
             lapses=0,
+            token=token,
+            fresh=True,
         )
-        return _ClaimCall(plan=plan, claiming=claiming)
+        return _ClaimCall(plan=plan, token=token, claim=claim)
 
     def _send(self, call: _ClaimCall) -> None:
         # Suspects are claimed beside this, and share the limits of handlers.
-        self._in_flight.ask(call.claiming.token, call.plan.quotas.items())
+        self._in_flight.ask(call.token, call.plan.quotas.items())
         call.is_under_way = True
         call.at = call.at or time.monotonic()
-        call.claiming.send()
+        call.claim.send()
 
     async def _claim(self, call: _ClaimCall) -> None:
         """One claim. After an error it stays unanswered and is asked again: what it took must not be forgotten."""
         if not call.is_under_way:
             self._send(call)
-        if len(self._calls) == 1 and (following := self._following(call)):
-            self._calls.append(following)
-            self._send(following)
+        if len(self._calls) == 1:
+            self._send_behind(call)
         try:
-            claims = await call.claiming
+            claims = await call.claim
         except BaseException:
             call.is_under_way = False
             raise
@@ -290,29 +303,39 @@ class Intake:
             self._relist = True  # guess until nothing is found
         self._lanes.note(call.plan, claims)
         self._take_in(claims, call)
+        if call.listing is not None:
+            await self._take_listing(call.listing)
         if claims:
             if len(claims) < call.plan.limit:
                 await asyncio.sleep(0)  # handlers first, then the next question
             # else the database had better take the next ones while handlers run: there are more
             self._count_claimed(len(claims))
-            if not self._calls:  # whose answers would have to wait
-                await self._stop_listening_when_busy()
+            await self._stop_listening_when_busy()
 
-    def _following(self, call: _ClaimCall) -> _ClaimCall | None:
-        """In a backlog, the claim to send right behind this one: else the database would wait until its answer is read.
+    def _send_behind(self, call: _ClaimCall) -> None:
+        """In a backlog, what else to ask at once: else the database would wait until the claim's answer is read.
 
-        The server gets to it when this one is over, so it may begin where this one does.
+        The server gets to it when the claim is over: so another claim may begin where this one does, and a listing
+        that is due shows what this one leaves.
         """
         batch, now = self._settings.batch, time.monotonic()
-        if not self._backlog or call.plan.limit < batch or self._wanted(coming=batch) < batch:
-            return None
-        if self._looks.listing_is_due(now, work_is_known=True) or self._looks.known_are_due(now):
-            return None
-        # The slots that are free are promised to those with a budget of one that the first one finds.
-        if self._lanes.wait_for_slot(self._room_of):
-            return None
-        plan = self._lanes.plan(batch, self._room_of, now, behind=call.plan)
-        return None if plan is None else self._call_of(plan, slots=0)
+        if not self._backlog or call.plan.limit < batch:
+            return
+        if self._looks.listing_is_due(now, work_is_known=True) and call.listing is None:
+            call.listing = self._ask_for_lanes()
+            call.listing.send()
+        # The slots that are free are promised to those with a budget of one that this one finds.
+        if self._wanted(coming=batch) < batch or self._lanes.wait_for_slot(self._room_of):
+            return
+        also_known = self._looks.known_are_due(now)
+        plan = self._lanes.plan(batch, self._room_of, now, also_known=also_known, behind=call.plan)
+        if plan is None:
+            return
+        if also_known:
+            self._looks.known_asked(now)
+        following = self._call_of(plan, slots=0)
+        self._calls.append(following)
+        self._send(following)
 
     # How much
 
@@ -351,10 +374,16 @@ class Intake:
     # What
 
     async def _list(self) -> None:
+        await self._take_listing(self._ask_for_lanes())
+
+    def _ask_for_lanes(self) -> Asking[Listing]:
         self._relist = False
         self._guessed = False
         self._listings += 1
-        listing = await self._store.lanes(self._topics, self._settings.generations)
+        return self._store.lanes(self._topics, self._settings.generations)
+
+    async def _take_listing(self, asked: Asking[Listing]) -> None:
+        listing = await asked
         now = time.monotonic()
         self._lanes.refresh(listing, now)
         self._looks.listed(now, listing.took)
@@ -362,7 +391,7 @@ class Intake:
             self._suspects_due(suspects)
 
     def _take_in(self, claims: Sequence[Claim], call: _ClaimCall) -> None:
-        ours = self._in_flight.answered(call.claiming.token)
+        ours = self._in_flight.answered(call.token)
         if not claims:
             return
         self.nothing_due.clear()

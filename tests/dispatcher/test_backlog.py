@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Generator
 from typing import Any
 
 import psycopg
@@ -14,7 +13,8 @@ import pytest
 from pulse_outbox import Dispatcher, Event, NewEvent, Outbox, RetryPolicy
 from pulse_outbox.dispatcher.intake import Intake
 from pulse_outbox.storage_retry import StorageRetries
-from pulse_outbox.store import Claimed, Claiming, Store
+from pulse_outbox.store import Asking, Claimed, Store
+from tests.support.asking import Around
 from tests.support.dispatching import QUICK, Table, dispatching, drain
 from tests.support.proxy import proxied
 from tests.support.waiting import wait_until_async
@@ -257,25 +257,21 @@ async def test_a_burst_does_not_end_before_the_second_claim_has_answered(
 ):
     """Its events are neither in a listing any more nor in memory yet."""
     runs = runs_of(outbox)
-    claim, answer = Store.claim, Claiming.__await__
-    second: list[Claiming] = []
+    claim = Store.claim
     late: list[int] = []
 
-    def counted(store: Store, **options: Any) -> Claiming:
-        claiming = claim(store, **options)
-        if options["slots"] == 0:
-            second.append(claiming)
-        return claiming
-
-    def slow(claiming: Claiming) -> Generator[Any, None, Claimed]:
-        claims = yield from answer(claiming)
-        if claiming in second and claims:
+    async def slow(claiming: Asking[Claimed]) -> Claimed:
+        claims = await claiming
+        if claims:
             late.append(len(claims))
-            yield from asyncio.sleep(0.5).__await__()
+            await asyncio.sleep(0.5)
         return claims
 
-    monkeypatch.setattr(Store, "claim", counted)
-    monkeypatch.setattr(Claiming, "__await__", slow)
+    def second_is_slow(store: Store, **options: Any) -> Any:
+        claiming = claim(store, **options)
+        return Around(claiming, slow) if options["slots"] == 0 else claiming
+
+    monkeypatch.setattr(Store, "claim", second_is_slow)
     await fill(table, outbox, 120)
     await drain(outbox, dsn, batch=BATCH, lease=10)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Generator
 from typing import Any
 from uuid import uuid4
 
@@ -17,7 +16,8 @@ from pulse_outbox.dispatcher import pace
 from pulse_outbox.dispatcher.children import ChildSuspects
 from pulse_outbox.dispatcher.jobs import InFlight
 from pulse_outbox.dispatcher.lanes import LaneKey
-from pulse_outbox.store import Claimed, Claiming, Listing, Store
+from pulse_outbox.store import Asking, Claimed, Listing, Store
+from tests.support.asking import Around
 from tests.support.dispatching import Table, dispatching, drain
 from tests.support.waiting import wait_until_async
 
@@ -362,17 +362,15 @@ async def test_what_others_have_locked_is_not_asked_for_again_and_again(
 ):
     """A listing shows it as due, and every claim finds nothing: the naps grow all the same."""
     claims = 0
-    real = Claiming.__await__
+    real = Store.claim
 
-    def slow(claiming: Claiming) -> Generator[Any, None, Claimed]:
+    async def slow(claiming: Asking[Claimed]) -> Claimed:
         nonlocal claims
         claims += 1
-        yield from asyncio.sleep(
-            0.02
-        ).__await__()  # a database that is not next door: as long as the first nap
-        return (yield from real(claiming))
+        await asyncio.sleep(0.02)  # a database that is not next door: as long as the first nap
+        return await claiming
 
-    monkeypatch.setattr(Claiming, "__await__", slow)
+    monkeypatch.setattr(Store, "claim", lambda store, **options: Around(real(store, **options), slow))
     outbox.handler("mail")(lambda event: None)
     await table.enqueue_many(outbox, [NewEvent("mail", {}) for _ in range(10)])
     async with await psycopg.AsyncConnection.connect(dsn) as somebody:
@@ -437,9 +435,9 @@ async def test_jobs_that_end_are_no_reason_to_list_the_lanes_again(
     may_end = [asyncio.Event() for _ in range(40)]
     ended: list[int] = []
 
-    async def ask_and_count(self: Store, *args: Any, **options: Any) -> Listing:
+    def ask_and_count(self: Store, *args: Any, **options: Any) -> Asking[Listing]:
         listings.append(1)
-        return await really_ask(self, *args, **options)
+        return really_ask(self, *args, **options)
 
     @outbox.handler("slow", concurrency=1)
     async def slow(event: Event[dict[str, int]]) -> None:
@@ -475,10 +473,13 @@ async def test_a_quiet_topic_is_asked_for_between_two_listings(
     order = ""
     really_ask = Store.lanes
 
-    async def ask_slowly(self: Store, *args: Any, **options: Any) -> Listing:
+    async def slow(asking: Asking[Listing]) -> Listing:
         nonlocal order
         order += "L"
-        return (await really_ask(self, *args, **options))._replace(took=0.009)
+        return (await asking)._replace(took=0.009)
+
+    def ask_slowly(self: Store, *args: Any, **options: Any) -> Any:
+        return Around(really_ask(self, *args, **options), slow)
 
     @outbox.handler("hot")
     async def hot(event: Event) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from pulse_outbox import Event, NewEvent, Outbox
 from pulse_outbox.dispatcher import intake, pace
-from pulse_outbox.store import Listing, Store
+from pulse_outbox.store import Asking, Listing, Store
+from tests.support.asking import Around
 from tests.support.dispatching import Table, dispatching, drain
 from tests.support.waiting import wait_until_async
 
@@ -214,10 +215,13 @@ async def test_only_the_servers_own_time_makes_a_listing_costly(
 
     really_ask = Store.lanes
 
-    async def ask_and_dawdle(self: Store, *args: Any, **options: Any) -> Listing:
-        listing = await really_ask(self, *args, **options)
+    async def dawdle(asking: Asking[Listing]) -> Listing:
+        listing = await asking
         await asyncio.sleep(0.05)
         return listing
+
+    def ask_and_dawdle(self: Store, *args: Any, **options: Any) -> Any:
+        return Around(really_ask(self, *args, **options), dawdle)
 
     monkeypatch.setattr(Store, "lanes", ask_and_dawdle)
     async with dispatching(outbox, dsn) as dispatcher:
