@@ -11,9 +11,10 @@ import psycopg
 import pytest
 
 from pulse_outbox import Dispatcher, Event, NewEvent, Outbox, RetryPolicy
+from pulse_outbox.dispatcher import pace
 from pulse_outbox.dispatcher.intake import Intake
 from pulse_outbox.storage_retry import StorageRetries
-from pulse_outbox.store import Asking, Claimed, Store
+from pulse_outbox.store import Asking, Claimed, Store, _listing_of
 from tests.support.asking import Around
 from tests.support.dispatching import QUICK, Table, dispatching, drain
 from tests.support.proxy import proxied
@@ -277,6 +278,58 @@ async def test_a_burst_does_not_end_before_the_second_claim_has_answered(
 
     assert late, "control: there was a second one"
     assert runs == Counter(range(120))
+
+
+async def test_claims_do_not_stop_for_a_listing(dsn, outbox: Outbox, table: Table, monkeypatch):
+    """It is sent behind a claim, and another claim behind it."""
+    runs = runs_of(outbox)
+    order: list[str] = []
+    send = Asking.send
+
+    def sent(asking: Asking[Any]) -> None:
+        send(asking)
+        order.append("listing" if asking._read is _listing_of else "claim")
+
+    monkeypatch.setattr(Asking, "send", sent)
+    monkeypatch.setattr(pace, "LISTING_INTERVAL_MIN", 0.005)
+    await fill(table, outbox, 10_000)
+    async with dispatching(outbox, dsn, batch=BATCH, concurrency=500, lease=30):
+        await table.until("status = 'COMPLETED'", 10_000, within=25)
+
+    behind = [order[n - 1 : n + 2] for n in range(1, len(order)) if order[n] == "listing"]
+    assert ["claim", "listing", "claim"] in behind
+    assert runs == Counter(range(10_000))
+    assert await table.count("attempts = 1 and lease_seq = 1") == 10_000
+
+
+async def test_a_claim_that_is_asked_again_has_not_become_younger(
+    dsn, outbox: Outbox, table: Table, monkeypatch
+):
+    """The first try may have been the one that took the leases."""
+    runs = runs_of(outbox)
+    sent: list[tuple[Any, float]] = []
+    send = Intake._send
+
+    def noted(intake: Intake, call: Any) -> None:
+        send(intake, call)
+        sent.append((call, call.at))
+
+    monkeypatch.setattr(Intake, "_send", noted)
+    await fill(table, outbox, 3)
+    async with (
+        proxied(dsn) as proxy,
+        dispatching(outbox, proxy.dsn, lease=30, retries=StorageRetries.off(), poll=0.1),
+    ):
+        await table.until("status = 'COMPLETED'", 3)
+        proxy.lose_answer_to = b"outbox_claim"
+        proxy.lose_only_rows = True
+        await fill(table, outbox, 3)
+        await table.until("status = 'COMPLETED'", 6)
+
+    assert proxy.lost_answers == 1
+    assert len({call.token for call, _ in sent}) < len(sent), "control: one was sent again"
+    assert all(call.at == at for call, at in sent)
+    assert set(runs.values()) == {2}
 
 
 async def test_a_new_topic_is_seen_beside_a_backlog(dsn, outbox: Outbox, table: Table, unanswered):

@@ -63,6 +63,55 @@ async def test_an_idle_dispatcher_runs_a_new_job_at_once(dsn, outbox: Outbox, ta
     assert max(latencies) < 0.3
 
 
+async def test_a_notification_sends_the_claim_itself(dsn, outbox: Outbox, table: Table):
+    """It was made before the dispatcher fell asleep: no other task has to run first."""
+    arrivals = Arrivals(outbox)
+    async with dispatching(outbox, dsn, poll=60) as dispatcher:
+        await arrivals.latency(outbox, table)
+        await asleep(table)
+        intake = dispatcher._intake
+
+        async def prepared() -> bool:
+            return intake._prepared is not None
+
+        await wait_until_async(prepared)
+        before = time.monotonic()
+        intake.wake()
+        [call] = intake._calls
+        assert call.is_under_way
+        assert before <= call.at <= time.monotonic(), "leases begin when it is sent, not when it was made"
+        intake.wake()
+        assert list(intake._calls) == [call], "one claim, however many notifications"
+
+        await wait_until_async(prepared)
+        for _ in range(5):
+            await arrivals.latency(outbox, table)
+
+    assert len(arrivals.at) == 6
+    assert await table.count("status = 'COMPLETED' and attempts = 1 and lease_seq = 1") == 6
+
+
+async def test_a_claim_that_was_made_is_not_sent_while_claims_are_held(dsn, outbox: Outbox, table: Table):
+    """A suspect runs alone, or the process ends."""
+    arrivals = Arrivals(outbox)
+    async with dispatching(outbox, dsn, poll=60) as dispatcher:
+        await asleep(table)
+        intake = dispatcher._intake
+
+        async def prepared() -> bool:
+            return intake._prepared is not None
+
+        await wait_until_async(prepared)
+        assert await intake.hold("test")
+        await table.enqueue(outbox, "job")
+        intake.wake()
+        assert not intake._calls
+        intake.let_go("test")
+        await table.until("status = 'COMPLETED'", 1)
+
+    assert len(arrivals.at) == 1
+
+
 async def test_without_notify_polling_is_enough(dsn, outbox: Outbox, table: Table):
     arrivals = Arrivals(outbox)
     async with dispatching(outbox, dsn, poll=0.3, notify=False) as dispatcher:

@@ -155,6 +155,68 @@ async def test_a_lost_answer_of_a_prepared_statement(dsn, table: Table, open_sto
     assert (claim.event_id, claim.attempts, claim.lease_seq) == (event_id, 1, 1)
 
 
+async def test_a_call_is_sent_ahead(dsn, table: Table, open_store):
+    """The server does it before anybody waits for the answer."""
+    outbox = Outbox()
+    outbox.handler("job")(lambda event: None)
+    event_id = await table.enqueue(outbox, "job")
+    store = open_store()
+    await store.paused()  # there is a connection
+    claiming = store.claim(limit=1, topics=["job"])
+    listing = store.lanes(["job"])
+    claiming.send()
+    listing.send()
+
+    await table.until("status = 'RUNNING'", 1)
+    [claim] = await claiming
+    assert (claim.event_id, claim.attempts) == (event_id, 1)
+    assert (await listing).lanes == []
+    await store.close()
+
+
+async def test_a_call_that_could_not_be_sent_ahead_is_sent_when_it_is_awaited(table: Table, open_store):
+    outbox = Outbox()
+    outbox.handler("job")(lambda event: None)
+    await table.enqueue(outbox, "job")
+    store = open_store()
+    claiming = store.claim(limit=1, topics=["job"])
+    claiming.send()  # there is no connection yet
+
+    assert await table.count("status = 'RUNNING'") == 0
+    [claim] = await claiming
+    assert (claim.attempts, claim.lease_seq) == (1, 1)
+    await store.close()
+
+
+@pytest.mark.parametrize("done", [True, False], ids=["it was done", "it was not"])
+async def test_the_connection_is_lost_behind_a_call_that_was_sent_ahead(
+    dsn, table: Table, open_store, done: bool
+):
+    """Nobody waits at that moment: who does later gets what it took, or takes it now, and no retry is spent on it."""
+    outbox = Outbox()
+    outbox.handler("job")(lambda event: None)
+    await table.enqueue(outbox, "job")
+    async with proxied(dsn) as proxy:
+        store = open_store(proxy.dsn, retries=StorageRetries.off())
+        await store.paused()
+        claiming = store.claim(limit=1, topics=["job"])
+        if done:
+            proxy.lose_answer_to = b"outbox_claim"
+            claiming.send()
+            await table.until("status = 'RUNNING'", 1)
+        else:
+            proxy.cut()
+            claiming.send()
+
+        async def is_noticed() -> bool:
+            return bool(store._link._line.is_lost)
+
+        await wait_until_async(is_noticed)
+        [claim] = await claiming
+        assert (claim.attempts, claim.lease_seq) == (1, 1)
+        await store.close()
+
+
 async def test_a_repeated_claim_waits_for_the_first_which_still_runs(dsn, table: Table, open_store):
     """The deadline cut the first call off on this side only: on the server it goes on, and takes its rows."""
     outbox = Outbox()
