@@ -161,5 +161,6 @@ export async function main(driver) {
     await enqueue(producer, task);
     await producer.close();
   }
-  process.exit(0);
+  // Not at once: what a pipe has not taken yet would be lost, and a long report would end in the middle.
+  process.stdout.write("", () => process.exit(0));
 }
