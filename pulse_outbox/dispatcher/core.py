@@ -416,6 +416,7 @@ class Dispatcher:
 
     async def _listen(self) -> None:
         def connected(is_up: bool) -> None:
+            self._intake.listening(is_up)
             if is_up:
                 self._is_well("listen")
 

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from pulse_outbox.dispatcher.jobs import Job, Released, once_first
 from pulse_outbox.dispatcher.lanes import Lanes
-from pulse_outbox.dispatcher.pace import Looks, Rate
+from pulse_outbox.dispatcher.pace import Looks, Noise, Rate
 from pulse_outbox.dispatcher.transactions import POOL_SIZE as TRANSACTIONS
 
 if TYPE_CHECKING:
@@ -38,11 +38,8 @@ FIRST_NAP = 0.02
 """The first sleep after falling idle, in seconds; it doubles up to the poll interval."""
 FIRST_NAP_DEAF = 0.002
 """The same while producers do not notify, so that polling is as quick as a notification."""
-DEAF_WINDOW = 0.25
-DEAF_RATE = 200
-"""Claimed events per second from which on producers are told not to notify …"""
 HEARING_NAP = 0.05
-"""… until the naps have become this long."""
+"""Producers that were told not to notify are told to when the naps have become this long."""
 
 
 STOPPING = "stopping"
@@ -111,8 +108,7 @@ class Intake:
         """The last rest ended because a place had become free, and nothing was claimed since."""
         self._nap = FIRST_NAP
         self._deaf = False
-        self._window_at = 0.0
-        self._window_claimed = 0
+        self._noise = Noise()
         self.nothing_due = asyncio.Event()
         """Set while the last listing showed nothing that could run now."""
         self._listings = 0
@@ -133,8 +129,9 @@ class Intake:
         self._fruitless = False
         """The last claim found nothing of what was listed: somebody else has it locked."""
 
-    def wake(self) -> None:
+    def wake(self, notifications: int = 0) -> None:
         """There is new work, or there may be."""
+        self._noise.heard(notifications, time.monotonic())
         if self._prepared is None or self._holds:
             self._look()
             return
@@ -143,6 +140,10 @@ class Intake:
         self._calls.append(call)
         self._send(call)
         self._stirred.set()
+
+    def listening(self, is_up: bool) -> None:
+        """Whether notifications come in, from now on."""
+        self._noise.is_listening = is_up
 
     def _look(self) -> None:
         self._relist = True
@@ -309,8 +310,8 @@ class Intake:
             if len(claims) < call.plan.limit:
                 await asyncio.sleep(0)  # handlers first, then the next question
             # else the database had better take the next ones while handlers run: there are more
-            self._count_claimed(len(claims))
-            await self._stop_listening_when_busy()
+            self._noise.claimed(len(claims), time.monotonic())
+            await self._stop_listening_when_loud()
 
     def _send_behind(self, call: _ClaimCall) -> None:
         """In a backlog, what else to ask at once: else the database would wait until the claim's answer is read.
@@ -485,14 +486,7 @@ class Intake:
         finally:
             alarm.cancel()
 
-    def _count_claimed(self, number: int) -> None:
-        now = time.monotonic()
-        if now - self._window_at > DEAF_WINDOW:
-            self._window_at, self._window_claimed = now, 0
-        self._window_claimed += number
-
-    async def _stop_listening_when_busy(self) -> None:
-        """Under load a notification for every commit would cost producers a lock that they all share."""
-        if not self._deaf and self._window_claimed >= DEAF_RATE * DEAF_WINDOW:
+    async def _stop_listening_when_loud(self) -> None:
+        if not self._deaf and self._noise.is_loud:
             self._deaf = True
             await self._say_sleeping(False)

@@ -18,6 +18,11 @@ COSTLY_LISTING_SHARE = 0.2
 """… or more rarely, so that it takes at most this share of the time."""
 
 
+LOUD_WINDOW = 0.25
+LOUD_RATE = 200
+"""Wake-ups per second from which on they are too many."""
+
+
 class Rate:
     """How many jobs end per second, lately."""
 
@@ -91,3 +96,34 @@ class Looks:
     def known_asked(self, now: float) -> None:
         """The known lanes are asked."""
         self._known_asked_at = now
+
+
+class Noise:
+    """Whether there are too many wake-ups. They cost producers a lock that all their commits share, and under such a
+    load polling is as quick."""
+
+    def __init__(self) -> None:
+        self.is_listening = False
+        """Whether notifications come in. Else each event stands for one."""
+        self._since = 0.0
+        self._count = 0
+
+    def heard(self, notifications: int, now: float) -> None:
+        """So many notifications have come."""
+        if self.is_listening:
+            self._add(notifications, now)
+
+    def claimed(self, events: int, now: float) -> None:
+        """So many events were claimed."""
+        if not self.is_listening:
+            self._add(events, now)
+
+    def _add(self, number: int, now: float) -> None:
+        if now - self._since > LOUD_WINDOW:
+            self._since, self._count = now, 0
+        self._count += number
+
+    @property
+    def is_loud(self) -> bool:
+        """Whether there were too many, lately."""
+        return self._count >= LOUD_RATE * LOUD_WINDOW

@@ -19,18 +19,18 @@ CHECK_TIMEOUT = 3.0
 
 
 async def listen(
-    dsn: str, *, schema: str, wake: Callable[[], None], connected: Callable[[bool], None]
+    dsn: str, *, schema: str, wake: Callable[[int], None], connected: Callable[[bool], None]
 ) -> None:
-    """Calls *wake* for every notification. Ends with an error when the connection is lost or no longer answers."""
+    """Calls *wake* for notifications, with their number. Ends with an error when the connection no longer answers."""
     conninfo = connection_string(dsn, "pulse-outbox listen")
     async with await psycopg.AsyncConnection.connect(
         conninfo, autocommit=True, prepare_threshold=None
     ) as conn:
-        conn.add_notify_handler(lambda _: wake())  # what comes along with an answer
+        conn.add_notify_handler(lambda _: wake(1))  # what comes along with an answer
         try:
             await _within(CHECK_TIMEOUT, conn, _start(conn, f"{schema}_outbox_wake"))
             connected(True)
-            wake()  # whatever was enqueued while nobody listened
+            wake(0)  # whatever was enqueued while nobody listened
             while True:
                 await _hear(conn, wake, CHECK_INTERVAL)
                 # A connection can be dead without saying so: nothing but an answer shows that it lives.
@@ -39,7 +39,7 @@ async def listen(
             connected(False)
 
 
-async def _hear(conn: psycopg.AsyncConnection[Any], wake: Callable[[], None], seconds: float) -> None:
+async def _hear(conn: psycopg.AsyncConnection[Any], wake: Callable[[int], None], seconds: float) -> None:
     """Listens for so long. The socket itself calls *wake*: an event that comes alone waits for nothing in between."""
     loop = asyncio.get_running_loop()
     descriptor = conn.fileno()
@@ -52,11 +52,11 @@ async def _hear(conn: psycopg.AsyncConnection[Any], wake: Callable[[], None], se
             loop.remove_reader(descriptor)  # at once: the next socket that is opened may get its number
             lost.set_result(error)
             return
-        heard = False
+        heard = 0
         while conn.pgconn.notifies():
-            heard = True
+            heard += 1
         if heard:
-            wake()
+            wake(heard)
 
     loop.add_reader(descriptor, read)
     try:
