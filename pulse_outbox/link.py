@@ -84,12 +84,14 @@ class Link:
     def send(self, query: bytes, parameters: Sequence[object]) -> Sent | None:
         """Sends a query at once; None where the connection has to be made first, or where calls take turns.
 
-        `rows` gives its answer.
+        `rows` gives its answer, if anybody asks for it.
         """
         line = self._line
         if line is None or line.is_lost or not line.is_direct:
             return None
-        return Sent(line, line.ask(query, parameters))
+        answer = line.ask(query, parameters)
+        answer.add_done_callback(_look_at_error)
+        return Sent(line, answer)
 
     async def close(self) -> None:
         """Ends the connection."""
@@ -157,8 +159,15 @@ class Sent(NamedTuple):
 
     @property
     def is_lost(self) -> bool:
-        """Whether its answer is an error."""
-        return self.answer.done() and (self.answer.cancelled() or self.answer.exception() is not None)
+        """Whether its answer will never come: the connection was lost before."""
+        failed = self.answer.done() and (self.answer.cancelled() or self.answer.exception() is not None)
+        return failed and self.line.is_lost
+
+
+def _look_at_error(answer: asyncio.Future[PGresult]) -> None:
+    """Else asyncio complains where nobody asks for the answer."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 class _Question:

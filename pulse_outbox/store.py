@@ -236,10 +236,8 @@ class Store:
 
         def next_try() -> _Question:
             nonlocal fresh
-            arguments["p_fresh"], fresh = (
-                fresh,
-                False,
-            )  # whatever becomes of this try, the next one can't be certain
+            arguments["p_fresh"] = fresh
+            fresh = False  # whatever becomes of this try, the next one can't be certain
             arguments["p_try"] = self._count_try(token)
             return self._question("outbox_claim", arguments)
 
@@ -497,7 +495,7 @@ T = TypeVar("T")
 class Asking(Generic[T]):
     """A call that is ready to be sent. Awaited, it is sent, again where that helps, and gives its answer.
 
-    After an error it may be awaited once more.
+    It may be sent ahead, once before each time that it is awaited. After an error it may be awaited again.
     """
 
     def __init__(
@@ -519,17 +517,17 @@ class Asking(Generic[T]):
         """… and that was sent."""
 
     def send(self) -> None:
-        """Sends it now, where the connection stands: whoever awaits it later has the answer sooner."""
+        """Sends it now, if the connection stands and is its own: whoever awaits it later has the answer sooner."""
         self._question = self._next_try()
         try:
             self._sent = self._link.send(*self._question)
         except psycopg.Error:
             self._question = None  # it may have got through: to be asked again, on another connection
 
-    def forget(self) -> None:
-        """Nobody will ask for the answer."""
-        if self._sent is not None:
-            self._sent.answer.cancel()
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was sent ahead and the connection lost since: awaited, it will be sent again."""
+        return self._sent is not None and self._sent.is_lost
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._ask().__await__()
@@ -538,10 +536,10 @@ class Asking(Generic[T]):
         return self._read(await _tried(self._retrying, self._try))
 
     async def _try(self) -> Rows:
-        question, self._question = self._question, None
+        if self.is_lost:
+            self._question = self._sent = None
+        question, self._question = self._question or self._next_try(), None
         sent, self._sent = self._sent, None
-        if question is None or (sent is not None and sent.is_lost):
-            question, sent = self._next_try(), None
         return await self._answer(*question, sent)
 
 

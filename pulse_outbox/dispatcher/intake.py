@@ -51,20 +51,20 @@ class _ClaimCall:
     """A claim that is about to be sent, under way, or whose answer was lost."""
 
     plan: ClaimPlan
+    slots: int
     token: UUID
     claim: Asking[Claimed]
     at: float = 0.0
     """When it was first sent, on the monotonic clock: its leases are not older."""
-    is_under_way: bool = False
-    """From when it is sent until its answer is taken in, or lost."""
+    is_asked: bool = False
+    """Until its answer is taken in, or an error is."""
     listing: Asking[Listing] | None = None
-    """That was sent behind it."""
+    """That was sent behind it, and behind every other claim."""
 
-    def forget(self) -> None:
-        """Nobody will wait for the answers."""
-        self.claim.forget()
-        if self.listing is not None:
-            self.listing.forget()
+    @property
+    def is_under_way(self) -> bool:
+        """Whether its answer may still come without its being sent again."""
+        return self.is_asked and not self.claim.is_lost
 
 
 class Intake:
@@ -132,10 +132,10 @@ class Intake:
     def wake(self, notifications: int = 0) -> None:
         """There is new work, or there may be."""
         self._noise.heard(notifications, time.monotonic())
-        if self._prepared is None or self._holds:
+        call, self._prepared = self._prepared, None
+        if call is None or self._is_full() or call.slots != self._slots.free:
             self._look()
             return
-        call, self._prepared = self._prepared, None
         self._guessed = True
         self._calls.append(call)
         self._send(call)
@@ -202,16 +202,11 @@ class Intake:
 
     async def run(self) -> None:
         """Claims for ever."""
-        try:
-            while True:
-                if not self._calls and (call := await self._next_claim()):
-                    self._calls.append(call)
-                if self._calls:
-                    await self._claim(self._calls[0])
-        except asyncio.CancelledError:
-            for call in self._calls:
-                call.forget()
-            raise
+        while True:
+            if not self._calls and (call := await self._next_claim()):
+                self._calls.append(call)
+            if self._calls:
+                await self._claim(self._calls[0])
 
     async def shed(self) -> None:
         """Gives back what was claimed for quick jobs and waits behind slow ones: others may have room for it."""
@@ -277,25 +272,25 @@ class Intake:
             token=token,
             fresh=True,
         )
-        return _ClaimCall(plan=plan, token=token, claim=claim)
+        return _ClaimCall(plan=plan, slots=slots, token=token, claim=claim)
 
     def _send(self, call: _ClaimCall) -> None:
         # Suspects are claimed beside this, and share the limits of handlers.
         self._in_flight.ask(call.token, call.plan.quotas.items())
-        call.is_under_way = True
+        call.is_asked = True
         call.at = call.at or time.monotonic()
         call.claim.send()
 
     async def _claim(self, call: _ClaimCall) -> None:
         """One claim. After an error it stays unanswered and is asked again: what it took must not be forgotten."""
-        if not call.is_under_way:
+        if not call.is_asked:
             self._send(call)
-        if len(self._calls) == 1:
+        if len(self._calls) == 1 and call.listing is None:
             self._send_behind(call)
         try:
             claims = await call.claim
         except BaseException:
-            call.is_under_way = False
+            call.is_asked = False
             raise
         self._calls.popleft()
         self._backlog = len(claims) >= self._settings.batch
@@ -304,48 +299,55 @@ class Intake:
             self._relist = True  # guess until nothing is found
         self._lanes.note(call.plan, claims)
         self._take_in(claims, call)
-        if call.listing is not None:
-            await self._take_listing(call.listing)
         if claims:
             if len(claims) < call.plan.limit:
                 await asyncio.sleep(0)  # handlers first, then the next question
             # else the database had better take the next ones while handlers run: there are more
             self._noise.claimed(len(claims), time.monotonic())
-            await self._stop_listening_when_loud()
+            if not self._calls:  # whose answers would have to wait
+                await self._stop_listening_when_loud()
+        if call.listing is not None:
+            await self._take_listing(call.listing)
 
     def _send_behind(self, call: _ClaimCall) -> None:
-        """In a backlog, what else to ask at once: else the database would wait until the claim's answer is read.
+        """In a backlog, what to ask right behind this claim: else the database would wait until its answer is read.
 
-        The server gets to it when the claim is over: so another claim may begin where this one does, and a listing
-        that is due shows what this one leaves.
+        Another claim, which may begin where this one does: the server gets to it when this one is over. And last a
+        listing that is due. No claim is sent behind that: its rows would wait for it, and it would not know what the
+        listing shows.
         """
         batch, now = self._settings.batch, time.monotonic()
         if not self._backlog or call.plan.limit < batch:
             return
-        if self._looks.listing_is_due(now, work_is_known=True) and call.listing is None:
-            call.listing = self._ask_for_lanes()
-            call.listing.send()
-        # The slots that are free are promised to those with a budget of one that this one finds.
+        if following := self._following(call, now):
+            self._calls.append(following)
+            self._send(following)
+        if self._looks.listing_is_due(now, work_is_known=True):
+            last = self._calls[-1]
+            last.listing = self._ask_for_lanes()
+            last.listing.send()
+
+    def _following(self, call: _ClaimCall, now: float) -> _ClaimCall | None:
+        batch = self._settings.batch
+        # The slots that are free are promised to those with a budget of one that the first one finds.
         if self._wanted(coming=batch) < batch or self._lanes.wait_for_slot(self._room_of):
-            return
+            return None
+        if self._noise.is_loud and not self._deaf:
+            return None  # what has to be said then must not come between a claim and its answer
         also_known = self._looks.known_are_due(now)
         plan = self._lanes.plan(batch, self._room_of, now, also_known=also_known, behind=call.plan)
         if plan is None:
-            return
+            return None
         if also_known:
             self._looks.known_asked(now)
-        following = self._call_of(plan, slots=0)
-        self._calls.append(following)
-        self._send(following)
+        return self._call_of(plan, slots=0)
 
     # How much
 
     def _wanted(self, coming: int = 0) -> int:
         """How many to claim now: what can start at once, and about 100 ms of work beyond, less what is *coming*."""
-        if self._holds:
+        if self._is_full():
             return 0
-        if len(self._settler) >= 4 * self._settings.batch:
-            return 0  # the database does not take results: do not add to them
         free = self._slots.free
         if self._lanes.wait_for_slot(self._room_of):
             # While others are claimed ahead, no slot would ever be free for it.
@@ -356,6 +358,10 @@ class Intake:
         if not free and room < min(self._settings.batch, ahead // 2):
             return 0
         return min(self._settings.batch, room)
+
+    def _is_full(self) -> bool:
+        """Whether nothing may be claimed, or the database does not take results: do not add to them."""
+        return bool(self._holds) or len(self._settler) >= 4 * self._settings.batch
 
     def _room_of(self, topic: str) -> int:
         """How many more of a topic may be claimed: by its handler's limit, and by what transactions share."""
@@ -467,7 +473,7 @@ class Intake:
             self._looks.list_at_once()
 
     def _prepare(self) -> _ClaimCall | None:
-        """What to ask as soon as this is woken, if that can be known now; most of the work is making it."""
+        """What to ask as soon as this is woken, if that can be known now: making it takes longer than sending it."""
         if self._deaf or self._guessed or self._looks.are_costly or (wanted := self._wanted()) < 1:
             return None
         guess = self._guess(wanted)

@@ -98,6 +98,8 @@ class ClaimPlan:
     """Those of the keys that are asked from where they were last seen, not from where they stand."""
     turns: dict[str, int] = field(default_factory=dict)
     """The quotas of those whose turns it asks for, in their order."""
+    looks_far_at: float | None = None
+    """When it was made, if it asks for what long transactions have committed."""
 
     def in_full(self) -> dict[str, int]:
         """What it takes of each topic where there is enough of all."""
@@ -174,8 +176,9 @@ class Lanes:
         share = -(-limit // len(topics))
         quotas = turns = {topic: min(share, room(topic)) for topic in topics[: limit * ASKED_TOPICS]}
         known: set[LaneKey] = set()
+        looks_far_at = self._looks_far_at(now) if also_known else None
         if also_known:
-            look_back = self._look_back(now)
+            look_back = LOOK_BACK if looks_far_at is None else LONG_LOOK_BACK
             for key, looked_at in self._known.items():
                 if key in places or room(key.topic) < 1:
                     continue
@@ -202,7 +205,13 @@ class Lanes:
             self._asked(key, quotas[key.topic], places[key].next_run_at, places[key].seq) for key in keys
         ]
         return ClaimPlan(
-            limit=limit, lanes=lanes, keys=keys, quotas=quotas, known=frozenset(known), turns=turns
+            limit=limit,
+            lanes=lanes,
+            keys=keys,
+            quotas=quotas,
+            known=frozenset(known),
+            turns=turns,
+            looks_far_at=looks_far_at,
         )
 
     def guess(self, limit: int, now: float, *, anywhere: bool = True) -> ClaimPlan | None:
@@ -230,25 +239,25 @@ class Lanes:
         """Whether a lane is known that no guess asks at present."""
         return any(room(key.topic) < 1 for key in self._known)
 
-    def _look_back(self, now: float) -> timedelta:
-        if now < self._looked_far_at + LONG_LOOK_INTERVAL:
-            return LOOK_BACK
-        self._looked_far_at = now
-        return LONG_LOOK_BACK
+    def _looks_far_at(self, now: float) -> float | None:
+        return now if now >= self._looked_far_at + LONG_LOOK_INTERVAL else None
 
     def _guess_from(
         self, keys: Sequence[LaneKey], limit: int, quotas: dict[str, int], now: float
     ) -> ClaimPlan:
-        look_back = self._look_back(now)
+        looks_far_at = self._looks_far_at(now)
+        look_back = LOOK_BACK if looks_far_at is None else LONG_LOOK_BACK
         order = {topic: number for number, topic in enumerate(quotas)}
         lanes = [
             self._asked(key, quotas[key.topic], self._known[key] - look_back, 0)
             for key in sorted(keys, key=lambda key: (order[key.topic], -key.priority, self._known[key]))
         ]
-        return ClaimPlan(limit=limit, lanes=lanes, keys=[], quotas=quotas)
+        return ClaimPlan(limit=limit, lanes=lanes, keys=[], quotas=quotas, looks_far_at=looks_far_at)
 
     def note(self, plan: ClaimPlan, claims: Claimed) -> None:
         """Moves the lanes on after a claim (whose rows come in order)."""
+        if plan.looks_far_at is not None:
+            self._looked_far_at = plan.looks_far_at
         if plan.turns:
             served = Counter(claim.topic for claim in claims)
             # Where those that were asked before them took it all, it is still their turn.

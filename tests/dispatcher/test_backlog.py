@@ -14,7 +14,7 @@ from pulse_outbox import Dispatcher, Event, NewEvent, Outbox, RetryPolicy
 from pulse_outbox.dispatcher import pace
 from pulse_outbox.dispatcher.intake import Intake
 from pulse_outbox.storage_retry import StorageRetries
-from pulse_outbox.store import Asking, Claimed, Store, _listing_of
+from pulse_outbox.store import Asking, Claimed, Store
 from tests.support.asking import Around
 from tests.support.dispatching import QUICK, Table, dispatching, drain
 from tests.support.proxy import proxied
@@ -280,26 +280,106 @@ async def test_a_burst_does_not_end_before_the_second_claim_has_answered(
     assert runs == Counter(range(120))
 
 
-async def test_claims_do_not_stop_for_a_listing(dsn, outbox: Outbox, table: Table, monkeypatch):
-    """It is sent behind a claim, and another claim behind it."""
+async def test_a_listing_is_sent_behind_the_claims(dsn, outbox: Outbox, table: Table, monkeypatch):
+    """So they do not stop for it. But no claim is sent behind the listing: should that take long, or fail, or the
+    process end, its rows would wait for nothing."""
     runs = runs_of(outbox)
-    order: list[str] = []
-    send = Asking.send
+    unanswered: list[int] = []
+    behind: list[int] = []
+    is_asked = False
+    ask, take, send = Intake._ask_for_lanes, Intake._take_listing, Intake._send
 
-    def sent(asking: Asking[Any]) -> None:
-        send(asking)
-        order.append("listing" if asking._read is _listing_of else "claim")
+    def asked(intake: Intake) -> Any:
+        nonlocal is_asked
+        is_asked = True
+        unanswered.append(len(intake._calls))
+        return ask(intake)
 
-    monkeypatch.setattr(Asking, "send", sent)
+    async def taken(intake: Intake, listing: Any) -> None:
+        nonlocal is_asked
+        await take(intake, listing)
+        is_asked = False
+
+    def sent(intake: Intake, call: Any) -> None:
+        behind.append(is_asked)
+        send(intake, call)
+
+    monkeypatch.setattr(Intake, "_ask_for_lanes", asked)
+    monkeypatch.setattr(Intake, "_take_listing", taken)
+    monkeypatch.setattr(Intake, "_send", sent)
     monkeypatch.setattr(pace, "LISTING_INTERVAL_MIN", 0.005)
     await fill(table, outbox, 10_000)
     async with dispatching(outbox, dsn, batch=BATCH, concurrency=500, lease=30):
         await table.until("status = 'COMPLETED'", 10_000, within=25)
 
-    behind = [order[n - 1 : n + 2] for n in range(1, len(order)) if order[n] == "listing"]
-    assert ["claim", "listing", "claim"] in behind
+    assert unanswered.count(2) > 3
+    assert not any(behind)
     assert runs == Counter(range(10_000))
     assert await table.count("attempts = 1 and lease_seq = 1") == 10_000
+
+
+async def test_nothing_is_said_between_a_claim_and_its_answer(dsn, outbox: Outbox, table: Table, unanswered):
+    """That many notifications come, a locked table lets nobody say: what was claimed meanwhile must not wait for it."""
+    runs = runs_of(outbox)
+    await fill(table, outbox, 3000)
+    async with dispatching(outbox, dsn, batch=BATCH, lease=1.5) as dispatcher:
+        await until_two(unanswered)
+        async with await psycopg.AsyncConnection.connect(dsn) as somebody:
+            await somebody.execute("lock table pulse.dispatcher in exclusive mode")
+            dispatcher._intake.listening(True)
+            dispatcher._intake.wake(1000)
+
+            async def is_deaf() -> bool:
+                return dispatcher._intake._deaf
+
+            await wait_until_async(is_deaf)
+
+            async def all_is_done() -> bool:
+                return not len(dispatcher._in_flight)
+
+            await wait_until_async(all_is_done)
+            assert await table.count("status = 'RUNNING'") == 0
+        await table.until("status = 'COMPLETED'", 3000, within=20)
+
+    assert runs == Counter(range(3000))
+    assert await table.count("attempts = 1 and lease_seq = 1 and lapses = 0") == 3000
+
+
+async def test_who_waits_for_claims_to_end_does_not_wait_for_a_lost_one(
+    dsn, outbox: Outbox, table: Table, monkeypatch
+):
+    """Nobody has asked for its answer yet, since the one before it is tried again."""
+    runs_of(outbox)
+    await fill(table, outbox, 1000)
+    both_are_out = asyncio.Event()
+    real = Intake._send
+
+    def send(intake: Intake, call: Any) -> None:
+        if not both_are_out.is_set():
+            proxy.frozen = intake._backlog
+        real(intake, call)
+        if proxy.frozen and len(intake._calls) == 2:
+            proxy.frozen, proxy.refuse = False, True
+            proxy.cut()
+            both_are_out.set()
+
+    monkeypatch.setattr(Intake, "_send", send)
+    async with (
+        proxied(dsn) as proxy,
+        dispatching(outbox, proxy.dsn, batch=BATCH, lease=30, retries=StorageRetries.off()) as dispatcher,
+    ):
+        await both_are_out.wait()
+        intake = dispatcher._intake
+
+        async def second_is_lost() -> bool:
+            return intake._calls[1].claim.is_lost
+
+        await wait_until_async(second_is_lost)
+        async with asyncio.timeout(10):
+            assert not await intake.hold("test", patience=60)
+        intake.let_go("test")
+        proxy.refuse = False
+        await table.until("status = 'COMPLETED'", 1000, within=25)
 
 
 async def test_a_claim_that_is_asked_again_has_not_become_younger(

@@ -72,7 +72,7 @@ def test_a_listing_shows_up_to_when_all_is_known():
     assert [(lane["topic"], lane["next_run_at"], lane["seq"]) for lane in plan.lanes or []] == [
         ("b", "2030-01-01T12:00:00+00:00", 7)
     ]
-    lanes.guess_again(10, lambda topic: 10, 1.5)
+    note(lanes, some(lanes.guess_again(10, lambda topic: 10, 1.5)))
     both = some(lanes.plan(10, lambda topic: 10, 2.0, also_known=True))
     assert [(lane["topic"], lane["next_run_at"], lane["quota"]) for lane in both.lanes or []] == [
         ("a", "2030-01-01T12:00:59+00:00", 5),
@@ -86,10 +86,21 @@ def test_what_longer_transactions_committed_is_looked_for_once_a_second():
     note(lanes, some(lanes.guess(10, 0.0)), claim("a"))
     looks = []
     for now in (5.0, 5.5, 5.9, 6.1, 6.5):
-        [lane] = some(lanes.guess_again(10, lambda topic: 10, now)).lanes or []
+        guess = some(lanes.guess_again(10, lambda topic: 10, now))
+        [lane] = guess.lanes or []
         looks.append(lane["next_run_at"][11:19])
+        note(lanes, guess)
 
     assert looks == ["11:59:50", "11:59:59", "11:59:59", "11:59:50", "11:59:59"]
+
+
+def test_a_long_look_that_was_never_asked_for_is_still_due():
+    """A claim is made before every sleep, and not sent where nobody wakes the dispatcher."""
+    lanes = Lanes()
+    note(lanes, some(lanes.guess(10, 0.0)), claim("a"))
+    for now in (5.0, 5.1):
+        [lane] = some(lanes.guess(10, now)).lanes or []
+        assert lane["next_run_at"][11:19] == "11:59:50"
 
 
 def test_known_lanes_are_asked_beside_a_backlog_whatever_was_listed():

@@ -114,6 +114,27 @@ async def test_a_claim_that_was_made_is_not_sent_while_claims_are_held(dsn, outb
     assert len(arrivals.at) == 1
 
 
+async def test_a_claim_that_was_made_for_other_slots_is_not_sent(dsn, outbox: Outbox, table: Table):
+    """Jobs have ended since, and more can start: it would take too few. Or too many with a budget of one."""
+    arrivals = Arrivals(outbox)
+    async with dispatching(outbox, dsn, poll=60) as dispatcher:
+        await asleep(table)
+        intake = dispatcher._intake
+
+        async def prepared() -> bool:
+            return intake._prepared is not None
+
+        await wait_until_async(prepared)
+        assert intake._prepared is not None
+        intake._prepared.slots -= 1
+        intake.wake()
+        assert not intake._calls
+        await table.enqueue(outbox, "job")
+        await table.until("status = 'COMPLETED'", 1)
+
+    assert len(arrivals.at) == 1
+
+
 async def test_without_notify_polling_is_enough(dsn, outbox: Outbox, table: Table):
     arrivals = Arrivals(outbox)
     async with dispatching(outbox, dsn, poll=0.3, notify=False) as dispatcher:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -215,6 +216,24 @@ async def test_the_connection_is_lost_behind_a_call_that_was_sent_ahead(
         [claim] = await claiming
         assert (claim.attempts, claim.lease_seq) == (1, 1)
         await store.close()
+
+
+async def test_nobody_asks_for_an_answer_that_was_lost(dsn, open_store, caplog):
+    """The dispatcher ends before the call's turn comes: not a word of asyncio's."""
+    async with proxied(dsn) as proxy:
+        store = open_store(proxy.dsn)
+        await store.paused()
+        store.lanes(["job"]).send()
+        proxy.cut()
+
+        async def is_lost() -> bool:
+            return bool(store._link._line.is_lost)
+
+        await wait_until_async(is_lost)
+        await store.close()
+    gc.collect()
+
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
 async def test_a_repeated_claim_waits_for_the_first_which_still_runs(dsn, table: Table, open_store):

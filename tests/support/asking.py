@@ -15,7 +15,10 @@ class Around:
         self._asking = asking
         self._answer = answer
         self.send = asking.send
-        self.forget = asking.forget
+
+    @property
+    def is_lost(self) -> bool:
+        return self._asking.is_lost
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._answer(self._asking).__await__()
