@@ -39,7 +39,9 @@ FIRST_NAP = 0.02
 FIRST_NAP_DEAF = 0.002
 """The same while producers do not notify, so that polling is as quick as a notification."""
 HEARING_NAP = 0.05
-"""Producers that were told not to notify are told to when the naps have become this long."""
+"""Producers that were told not to notify are told to again when the naps have become this long …"""
+DEAF_LONGEST = 5.0
+"""… or after so many seconds: as much may come in fewer commits by now."""
 
 
 STOPPING = "stopping"
@@ -108,6 +110,7 @@ class Intake:
         """The last rest ended because a place had become free, and nothing was claimed since."""
         self._nap = FIRST_NAP
         self._deaf = False
+        self._deaf_since = 0.0
         self._noise = Noise()
         self.nothing_due = asyncio.Event()
         """Set while the last listing showed nothing that could run now."""
@@ -332,7 +335,7 @@ class Intake:
         # The slots that are free are promised to those with a budget of one that the first one finds.
         if self._wanted(coming=batch) < batch or self._lanes.wait_for_slot(self._room_of):
             return None
-        if self._noise.is_loud and not self._deaf:
+        if self._noise.is_loud(now) and not self._deaf:
             return None  # what has to be said then must not come between a claim and its answer
         also_known = self._looks.known_are_due(now)
         plan = self._lanes.plan(batch, self._room_of, now, also_known=also_known, behind=call.plan)
@@ -454,7 +457,7 @@ class Intake:
             self._empty_listing = self._listings
             self.nothing_due.set()
         self._needs_room = work_is_left or (self._looks.are_costly and self._lanes.at_limit(self._room_of))
-        if self._nap > HEARING_NAP:
+        if self._nap > HEARING_NAP or now - self._deaf_since > DEAF_LONGEST:
             self._deaf = False
             await self._say_sleeping(True)
         if not self._relist:  # a wake-up may have come while this was busy falling asleep
@@ -493,6 +496,7 @@ class Intake:
             alarm.cancel()
 
     async def _stop_listening_when_loud(self) -> None:
-        if not self._deaf and self._noise.is_loud:
-            self._deaf = True
+        now = time.monotonic()
+        if not self._deaf and self._noise.is_loud(now):
+            self._deaf, self._deaf_since = True, now
             await self._say_sleeping(False)

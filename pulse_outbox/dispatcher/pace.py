@@ -123,7 +123,6 @@ class Noise:
             self._since, self._count = now, 0
         self._count += number
 
-    @property
-    def is_loud(self) -> bool:
+    def is_loud(self, now: float) -> bool:
         """Whether there were too many, lately."""
-        return self._count >= LOUD_RATE * LOUD_WINDOW
+        return self._count >= LOUD_RATE * LOUD_WINDOW and now - self._since <= 2 * LOUD_WINDOW

@@ -11,7 +11,7 @@ import structlog
 from psycopg.conninfo import make_conninfo
 
 from pulse_outbox import Event, NewEvent, Outbox
-from pulse_outbox.dispatcher import wakeup
+from pulse_outbox.dispatcher import intake, pace, wakeup
 from tests.support.dispatching import Table, dispatching
 from tests.support.proxy import proxied
 from tests.support.waiting import wait_until_async
@@ -71,19 +71,19 @@ async def test_a_notification_sends_the_claim_itself(dsn, outbox: Outbox, table:
     async with dispatching(outbox, dsn, poll=60) as dispatcher:
         await arrivals.latency(outbox, table)
         await asleep(table)
-        intake = dispatcher._intake
+        claims = dispatcher._intake
 
         async def prepared() -> bool:
-            return intake._prepared is not None
+            return claims._prepared is not None
 
         await wait_until_async(prepared)
         before = time.monotonic()
-        intake.wake()
-        [call] = intake._calls
+        claims.wake()
+        [call] = claims._calls
         assert call.is_under_way
         assert before <= call.at <= time.monotonic(), "leases begin when it is sent, not when it was made"
-        intake.wake()
-        assert list(intake._calls) == [call], "one claim, however many notifications"
+        claims.wake()
+        assert list(claims._calls) == [call], "one claim, however many notifications"
 
         await wait_until_async(prepared)
         for _ in range(5):
@@ -98,17 +98,17 @@ async def test_a_claim_that_was_made_is_not_sent_while_claims_are_held(dsn, outb
     arrivals = Arrivals(outbox)
     async with dispatching(outbox, dsn, poll=60) as dispatcher:
         await asleep(table)
-        intake = dispatcher._intake
+        claims = dispatcher._intake
 
         async def prepared() -> bool:
-            return intake._prepared is not None
+            return claims._prepared is not None
 
         await wait_until_async(prepared)
-        assert await intake.hold("test")
+        assert await claims.hold("test")
         await table.enqueue(outbox, "job")
-        intake.wake()
-        assert not intake._calls
-        intake.let_go("test")
+        claims.wake()
+        assert not claims._calls
+        claims.let_go("test")
         await table.until("status = 'COMPLETED'", 1)
 
     assert len(arrivals.at) == 1
@@ -119,16 +119,16 @@ async def test_a_claim_that_was_made_for_other_slots_is_not_sent(dsn, outbox: Ou
     arrivals = Arrivals(outbox)
     async with dispatching(outbox, dsn, poll=60) as dispatcher:
         await asleep(table)
-        intake = dispatcher._intake
+        claims = dispatcher._intake
 
         async def prepared() -> bool:
-            return intake._prepared is not None
+            return claims._prepared is not None
 
         await wait_until_async(prepared)
-        assert intake._prepared is not None
-        intake._prepared.slots -= 1
-        intake.wake()
-        assert not intake._calls
+        assert claims._prepared is not None
+        claims._prepared.slots -= 1
+        claims.wake()
+        assert not claims._calls
         await table.enqueue(outbox, "job")
         await table.until("status = 'COMPLETED'", 1)
 
@@ -279,6 +279,46 @@ async def test_many_events_of_few_commits_are_still_notified(dsn, outbox: Outbox
             await asyncio.sleep(0.01)
         assert await table.execute("select 1 from pulse.dispatcher where not sleeping") == []
         assert not dispatcher._intake._deaf
+
+
+async def test_a_dispatcher_does_not_stay_deaf_under_a_load_of_few_commits(
+    dsn, outbox: Outbox, table: Table, monkeypatch
+):
+    """It has no time to fall asleep, and would be polling for ever since there were many notifications once."""
+    monkeypatch.setattr(intake, "DEAF_LONGEST", 0.3)
+    arrivals = Arrivals(outbox)
+    enough = asyncio.Event()
+
+    async def produce() -> None:
+        async with await psycopg.AsyncConnection.connect(dsn) as producer:
+            while not enough.is_set():
+                async with producer.transaction():
+                    await outbox.enqueue_many_async(producer, [NewEvent("job", {}) for _ in range(10)])
+                await asyncio.sleep(0.01)
+
+    async with dispatching(outbox, dsn, poll=60) as dispatcher:
+        producing = asyncio.create_task(produce())
+
+        async def deaf() -> bool:
+            if hasattr(dispatcher, "_intake"):
+                dispatcher._intake.wake(100)
+            return bool(await table.execute("select 1 from pulse.dispatcher where not sleeping"))
+
+        await wait_until_async(deaf)
+        await asleep(table)
+        enough.set()
+        await producing
+
+    assert arrivals.at
+
+
+def test_what_was_loud_long_ago_is_not_loud():
+    noise = pace.Noise()
+    noise.is_listening = True
+    noise.heard(1000, 10.0)
+
+    assert noise.is_loud(10.1)
+    assert not noise.is_loud(20.0)
 
 
 @pytest.mark.parametrize("notify", [False, True], ids=["told not to", "its connection is refused"])
