@@ -18,10 +18,11 @@ from pulse_outbox.operations import Operations
 from pulse_outbox.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Generator
     from pathlib import Path
 
     from chaos.journal import Journal
+    from pulse_outbox.store import Asking
 
 STORE_STEPS = (
     "claim",
@@ -79,7 +80,8 @@ class Points:
     def wrap_store(self) -> None:
         """From now on every store of this process has points before and after its steps."""
         for step in STORE_STEPS:
-            setattr(Store, step, self._around_async(step, getattr(Store, step)))
+            around = self._around_asking if step == "claim" else self._around_async
+            setattr(Store, step, around(step, getattr(Store, step)))
         sentry.send = self._around("send_alert", sentry.send)
         is_locked = transactions._is_locked
 
@@ -105,6 +107,13 @@ class Points:
 
         return wrapped
 
+    def _around_asking(self, step: str, call: Callable[..., Asking[Any]]) -> Callable[..., AskingWithPoints]:
+        @functools.wraps(call)
+        def wrapped(*arguments: Any, **named: Any) -> AskingWithPoints:
+            return AskingWithPoints(self, step, call(*arguments, **named))
+
+        return wrapped
+
     def _around_async(self, step: str, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         @functools.wraps(call)
         async def wrapped(*arguments: Any, **named: Any) -> Any:
@@ -114,3 +123,29 @@ class Points:
             return result
 
         return wrapped
+
+
+class AskingWithPoints:
+    """A call of the store with a point before it is sent, ahead or when it is awaited, and one after its answer."""
+
+    def __init__(self, points: Points, step: str, asking: Asking[Any]) -> None:
+        self._points = points
+        self._step = step
+        self._asking = asking
+        self._was_sent = False
+
+    def send(self) -> None:
+        self._points.reached(f"before_{self._step}")
+        self._was_sent = True
+        self._asking.send()
+
+    @property
+    def is_lost(self) -> bool:
+        return self._asking.is_lost
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if not self._was_sent:
+            self._points.reached(f"before_{self._step}")
+        answer = yield from self._asking.__await__()
+        self._points.reached(f"after_{self._step}")
+        return answer
