@@ -49,6 +49,15 @@ async def asleep(table: Table) -> None:
     await wait_until_async(sleeping)
 
 
+async def has_prepared(claims: intake.Intake) -> None:
+    """Until it sleeps, with a claim at hand."""
+
+    async def so() -> bool:
+        return claims._prepared is not None
+
+    await wait_until_async(so)
+
+
 async def test_an_idle_dispatcher_runs_a_new_job_at_once(dsn, outbox: Outbox, table: Table):
     """With a poll interval of a minute only the notification can have done it."""
     arrivals = Arrivals(outbox)
@@ -72,11 +81,7 @@ async def test_a_notification_sends_the_claim_itself(dsn, outbox: Outbox, table:
         await arrivals.latency(outbox, table)
         await asleep(table)
         claims = dispatcher._intake
-
-        async def prepared() -> bool:
-            return claims._prepared is not None
-
-        await wait_until_async(prepared)
+        await has_prepared(claims)
         before = time.monotonic()
         claims.wake()
         [call] = claims._calls
@@ -85,7 +90,7 @@ async def test_a_notification_sends_the_claim_itself(dsn, outbox: Outbox, table:
         claims.wake()
         assert list(claims._calls) == [call], "one claim, however many notifications"
 
-        await wait_until_async(prepared)
+        await has_prepared(claims)
         for _ in range(5):
             await arrivals.latency(outbox, table)
 
@@ -99,11 +104,7 @@ async def test_a_claim_that_was_made_is_not_sent_while_claims_are_held(dsn, outb
     async with dispatching(outbox, dsn, poll=60) as dispatcher:
         await asleep(table)
         claims = dispatcher._intake
-
-        async def prepared() -> bool:
-            return claims._prepared is not None
-
-        await wait_until_async(prepared)
+        await has_prepared(claims)
         assert await claims.hold("test")
         await table.enqueue(outbox, "job")
         claims.wake()
@@ -120,11 +121,7 @@ async def test_a_claim_that_was_made_for_other_slots_is_not_sent(dsn, outbox: Ou
     async with dispatching(outbox, dsn, poll=60) as dispatcher:
         await asleep(table)
         claims = dispatcher._intake
-
-        async def prepared() -> bool:
-            return claims._prepared is not None
-
-        await wait_until_async(prepared)
+        await has_prepared(claims)
         assert claims._prepared is not None
         claims._prepared.slots -= 1
         claims.wake()
@@ -276,7 +273,7 @@ async def test_many_events_of_few_commits_are_still_notified(dsn, outbox: Outbox
                 return len(arrivals.at) == 20 * n
 
             await wait_until_async(ran)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # the pace: fewer than 100 commits a second
         assert await table.execute("select 1 from pulse.dispatcher where not sleeping") == []
         assert not dispatcher._intake._deaf
 
@@ -294,7 +291,7 @@ async def test_a_dispatcher_does_not_stay_deaf_under_a_load_of_few_commits(
             while not enough.is_set():
                 async with producer.transaction():
                     await outbox.enqueue_many_async(producer, [NewEvent("job", {}) for _ in range(10)])
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.01)  # the pace: too quick to fall asleep, and fewer than 100 a second
 
     async with dispatching(outbox, dsn, poll=60) as dispatcher:
         producing = asyncio.create_task(produce())
