@@ -19,16 +19,17 @@ from pulse_outbox.connections import Ask, Copy, Errand, Row, Steps, raise_explai
 from pulse_outbox.connections.copying import (
     Field,
     bool_field,
-    each,
     in_binary,
     int2_field,
     int4_field,
     int8_field,
+    jsonb_column,
     jsonb_field,
     shared,
     text_field,
     time_field,
-    uuid_field,
+    uuid_column,
+    uuid_text_column,
 )
 from pulse_outbox.errors import EnqueueError
 from pulse_outbox.events import (
@@ -37,6 +38,7 @@ from pulse_outbox.events import (
     as_timedelta,
     check_text,
     encode_headers,
+    encode_json,
     encode_payload,
     uuid7,
 )
@@ -83,64 +85,71 @@ def encode_plain(topic: str, payload: object, max_payload_bytes: int) -> Encoded
     return event._replace(headers=add_trace(None, "{}", trace)) if trace else event
 
 
-def encode_event(
-    event: NewEvent,
-    max_payload_bytes: int,
-    trace: Mapping[str, str] | None = None,
-) -> EncodedEvent:
-    """Encodes one event; raises EnqueueError without having touched the database.
+def encode_event(event: NewEvent, max_payload_bytes: int) -> EncodedEvent:
+    """Encodes one event; raises EnqueueError without having touched the database."""
+    payload = encode_payload(event.payload, max_payload_bytes)
+    return _encoded(event, payload, _encode_headers(event, max_payload_bytes, current_trace_headers()))
 
-    *trace*: the headers of the active span, where the caller has asked already.
-    """
+
+def _encode_headers(event: NewEvent, max_payload_bytes: int, trace: Mapping[str, str]) -> str:
+    """An event's headers and, unless it has its own, those of the active span."""
+    headers = event.headers
+    encoded = encode_headers(headers, max_payload_bytes) if headers else "{}"
+    return add_trace(headers, encoded, trace) if trace else encoded
+
+
+def _encoded(event: NewEvent, payload: str, headers: str) -> EncodedEvent:
     (
-        topic, payload, idempotency_key, ordering_key, headers, priority, run_at, delay, max_attempts, generation,
+        topic, _, idempotency_key, ordering_key, _, priority, run_at, delay, max_attempts, generation,
         source, target, event_id, dead_key,
     ) = event  # fmt: skip
-    if trace is None:
-        trace = current_trace_headers()
-    encoded_headers = encode_headers(headers, max_payload_bytes) if headers else "{}"
+    if delay is not None:
+        delay = as_timedelta("delay", delay)
     return EncodedEvent(
-        topic,
-        encode_payload(payload, max_payload_bytes),
-        idempotency_key,
-        ordering_key,
-        add_trace(headers, encoded_headers, trace) if trace else encoded_headers,
-        priority,
-        run_at,
-        None if delay is None else as_timedelta("delay", delay),
-        max_attempts,
-        generation,
-        source,
-        target,
-        event_id,
-        dead_key,
-    )
+        topic, payload, idempotency_key, ordering_key, headers, priority, run_at, delay, max_attempts, generation,
+        source, target, event_id, dead_key,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Many encoded events, and whether COPY can write them."""
+    """Many events that were found fit to be written, and what became of their payloads and headers.
 
-    events: Sequence[EncodedEvent]
+    In columns, as COPY will write them: to make an EncodedEvent of each would take as long as all else.
+    """
+
+    events: Sequence[NewEvent]
+    payloads: Sequence[bytes]
+    headers: Sequence[str]
     may_exist: bool
     """A key or id was given: some may be there already, which COPY can't find out."""
+
+    def encoded(self) -> Iterator[EncodedEvent]:
+        """One by one, where COPY can't write them."""
+        payloads = (payload.decode() for payload in self.payloads)
+        return map(_encoded, self.events, payloads, self.headers)
 
 
 def encode_events(events: Iterable[NewEvent], max_payload_bytes: int) -> Batch:
     """Encodes all or, if one of them is bad, none; the complaint says which."""
-    encoded: list[EncodedEvent] = []
+    taken: list[NewEvent] = []
+    payloads: list[bytes] = []
+    all_headers: list[str] = []
     may_exist = False
     trace = current_trace_headers()
     for event in events:
         try:
             if not isinstance(event, NewEvent):
                 raise EnqueueError(f"a NewEvent is needed, not {type(event).__qualname__}")
-            encoded.append(encode_event(event, max_payload_bytes, trace))
+            payloads.append(encode_json("payload", event.payload, max_payload_bytes))
+            headers = _encode_headers(event, max_payload_bytes, trace) if event.headers or trace else "{}"
         except EnqueueError as error:
-            raise EnqueueError(f"events[{len(encoded)}]: {error}") from error
+            raise EnqueueError(f"events[{len(taken)}]: {error}") from error
+        all_headers.append(headers)
         if event.idempotency_key is not None or event.event_id is not None:
             may_exist = True
-    return Batch(events=encoded, may_exist=may_exist)
+        taken.append(event)
+    return Batch(events=taken, payloads=payloads, headers=all_headers, may_exist=may_exist)
 
 
 def statement_of(event: EncodedEvent, new_id: UUID, schema: str) -> tuple[bytes, Sequence[object]]:
@@ -226,7 +235,7 @@ def enqueue_each_statement(schema: str) -> str:
     )
 
 
-def as_json(events: Sequence[EncodedEvent]) -> str:
+def as_json(events: Iterable[EncodedEvent]) -> str:
     """The parameter of `enqueue_each_statement`."""
     return f"[{', '.join(map(_event_as_json, events))}]"
 
@@ -254,40 +263,45 @@ def _event_as_json(event: EncodedEvent) -> str:
     return f'{given[:-1]}, "headers": {event.headers}, "payload": {event.payload}}}'
 
 
-def plan_copy(events: Sequence[EncodedEvent], ids: Iterable[UUID], schema: str, now: datetime | None) -> Copy:
+def plan_copy(batch: Batch, ids: Iterable[UUID], schema: str, now: datetime | None) -> Copy:
     """A COPY of these events. *now* is the database's time, needed if one of them is `timed`.
 
     A column that would hold its default in every row is left out: most are, mostly.
     """
     ids, own_keys = tee(ids)
-    of = dict(zip(EncodedEvent._fields, zip(*events, strict=True), strict=True))
+    of = dict(zip(NewEvent._fields, zip(*batch.events, strict=True), strict=True))
     columns = {
-        "event_id": each(uuid_field, ids),
+        "event_id": uuid_column(ids),
         "topic": shared(text_field, of["topic"]),
-        "payload": each(jsonb_field, of["payload"]),
-        "idempotency_key": each(text_field, map(str, own_keys)),
+        "payload": jsonb_column(batch.payloads),
+        "idempotency_key": uuid_text_column(own_keys),
     }
     optional: list[tuple[str, Field, Sequence[Any], object]] = [
-        ("headers", jsonb_field, of["headers"], "{}"),
+        ("headers", jsonb_field, batch.headers, "{}"),
         ("source", text_field, of["source"], None),
         ("target", text_field, of["target"], None),
         ("ordering_key", text_field, of["ordering_key"], None),
         ("priority", int2_field, of["priority"], 0),
         ("generation", int8_field, of["generation"], 0),
         ("producer_max_attempts", int4_field, of["max_attempts"], None),
-        ("holds_key", bool_field, [dead_key == "hold" for dead_key in of["dead_key"]], True),
-        ("parked", bool_field, _waits(of["ordering_key"]), False),
+        ("holds_key", _hold_field, of["dead_key"], "hold"),
     ]
     for name, field, values, default in optional:
-        if values.count(default) < len(events):
+        if values.count(default) < len(values):
             columns[name] = shared(field, values)
+    if "ordering_key" in columns:
+        columns["parked"] = shared(bool_field, _waits(of["ordering_key"]))
     if now is not None:
         # Left out, the column's default says now; COPY can't say that for some rows only.
-        columns["next_run_at"] = shared(time_field, [_next_run_at(event, now) for event in events])
-    return Copy(schema, "outbox", list(columns), in_binary(columns.values(), len(events)))
+        columns["next_run_at"] = shared(time_field, [_next_run_at(event, now) for event in batch.events])
+    return Copy(schema, "outbox", list(columns), in_binary(columns.values(), len(batch.events)))
 
 
-def timed(event: EncodedEvent) -> bool:
+def _hold_field(dead_key: str) -> bytes:
+    return bool_field(dead_key == "hold")
+
+
+def timed(event: NewEvent) -> bool:
     return event.run_at is not None or event.delay is not None
 
 
@@ -301,9 +315,9 @@ def _waits(keys: Sequence[str | None]) -> list[bool]:
     return parked
 
 
-def _next_run_at(event: EncodedEvent, now: datetime) -> datetime:
+def _next_run_at(event: NewEvent, now: datetime) -> datetime:
     if event.delay is not None:
-        return now + event.delay
+        return now + as_timedelta("delay", event.delay)
     return now if event.run_at is None else max(event.run_at, now)
 
 
@@ -381,7 +395,7 @@ def _write(batch: Batch, schema: str, copies: Callable[[], bool], *, alone: bool
     if batch.may_exist or not copies():
         written: list[UUID] = []
         # Without a transaction around them, only one statement writes all or none.
-        for part in [as_json(batch.events)] if alone else _in_parts(batch.events):
+        for part in [as_json(batch.encoded())] if alone else _in_parts(batch.encoded()):
             rows = yield Ask(enqueue_each_statement(schema), (part,))
             written += map(_id_of, rows)
         return written
@@ -390,7 +404,7 @@ def _write(batch: Batch, schema: str, copies: Callable[[], bool], *, alone: bool
         [row] = yield Ask(_NOW, ())
         now = datetime.fromtimestamp(float(row[0]), UTC)
     ids: list[UUID] = []
-    yield plan_copy(batch.events, _new_ids(len(batch.events), ids), schema, now)
+    yield plan_copy(batch, _new_ids(len(batch.events), ids), schema, now)
     wake = (
         f'select "{schema}".outbox_wake('
         "array(select pg_catalog.json_array_elements_text(cast(cast($1 as text) as json))))"

@@ -33,19 +33,29 @@ def in_binary(columns: Collection[Iterable[bytes]], number: int) -> Iterator[byt
     yield _END
 
 
-def each(field: Field, values: Iterable[object]) -> Iterator[bytes]:
-    """A column whose values are all different, and none is null."""
-    return map(field, values)
-
-
 def shared(field: Field, values: Sequence[object]) -> Iterator[bytes]:
     """A column in which values repeat."""
     made = {value: _NULL if value is None else field(value) for value in set(values)}
     return map(made.__getitem__, values)
 
 
-def uuid_field(value: UUID) -> bytes:
-    return b"\0\0\0\x10" + value.bytes
+def uuid_column(values: Iterable[UUID]) -> Iterator[bytes]:
+    for value in values:
+        yield b"\0\0\0\x10" + value.bytes
+
+
+def uuid_text_column(values: Iterable[UUID]) -> Iterator[bytes]:
+    """These UUIDs as text."""
+    for value in values:
+        # Two bytes between two dashes; of the dashes, four are right.
+        text = value.bytes.hex("-", 2).encode()
+        yield b"\0\0\0\x24" + text[:4] + text[5:29] + text[30:34] + text[35:]
+
+
+def jsonb_column(values: Iterable[bytes]) -> Iterator[bytes]:
+    """A column of JSON in UTF-8."""
+    for value in values:
+        yield (len(value) + 1).to_bytes(4) + b"\x01" + value
 
 
 def text_field(value: str) -> bytes:
@@ -55,8 +65,8 @@ def text_field(value: str) -> bytes:
 
 def jsonb_field(value: str) -> bytes:
     """Of JSON text: the version of the format stands before it."""
-    text = value.encode()
-    return (len(text) + 1).to_bytes(4) + b"\x01" + text
+    [field] = jsonb_column([value.encode()])
+    return field
 
 
 def int2_field(value: int) -> bytes:

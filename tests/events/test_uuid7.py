@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 from concurrent.futures import ThreadPoolExecutor
-from uuid import RFC_4122
+from uuid import RFC_4122, UUID
 
 import pytest
 
@@ -41,6 +43,16 @@ def test_many_at_once_grow_like_single_ones(clock):
     assert len(ids) == 2004
     assert ids == sorted(set(ids))
     assert {(one.version, one.variant) for one in ids} == {(7, RFC_4122)}
+
+
+def test_many_at_once_are_uuids_like_any_other():
+    """They are not made by UUID itself, which must not show."""
+    for made in Uuid7Source().many(3):
+        usual = UUID(int=made.int)
+
+        assert (made, str(made), made.bytes, hash(made)) == (usual, str(usual), usual.bytes, hash(usual))
+        assert made.is_safe is usual.is_safe
+        assert pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == usual  # noqa: S301  our own
 
 
 def test_many_at_once_never_step_by_nothing():
