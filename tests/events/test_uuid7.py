@@ -52,7 +52,7 @@ def test_many_at_once_are_uuids_like_any_other():
 
         assert (made, str(made), made.bytes, hash(made)) == (usual, str(usual), usual.bytes, hash(usual))
         assert made.is_safe is usual.is_safe
-        assert pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == usual  # noqa: S301  our own
+        assert pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == usual
 
 
 def test_many_at_once_never_step_by_nothing():
