@@ -20,6 +20,7 @@ begin
              p_limit  => v_batch,
              p_slots  => v_batch,
              p_fresh  => true,
+             p_try    => 1,
              p_lanes  => jsonb_build_array(jsonb_build_object(
                'topic', 'bench', 'generation', 0, 'lapses', 0, 'priority', 0, 'quota', v_batch,
                'next_run_at', coalesce(v_due, '-infinity'), 'seq', coalesce(v_seq, 0)))) as c;

@@ -14,7 +14,7 @@ def test_same_work_costs_the_same():
     without = count(jobs=60, batch=20, sql=(PURE_SQL / "without_constraints.sql").read_text())
     again = count(jobs=60, batch=20)
 
-    assert again.per_job == pytest.approx(with_constraints.per_job, rel=0.02)
-    assert without.per_job < 0.95 * with_constraints.per_job
+    assert again.per_job == pytest.approx(with_constraints.per_job, rel=0.005)
+    assert without.per_job < 0.98 * with_constraints.per_job
     costs, fewer = ({name: number for number, name in each.functions} for each in (with_constraints, without))
     assert fewer.get("ExecConstraints", 0) < 0.5 * costs["ExecConstraints"] < 0.5 * with_constraints.per_job

@@ -23,9 +23,14 @@ _RELATIONS = """
      where c.relnamespace = 'pulse'::regnamespace and c.relkind = %s
      order by array_position(%s::text[], c.relname::text), c.relname"""
 _COLUMNS = """
-    select a.attname, format_type(a.atttypid, a.atttypmod), a.attnotnull, a.attidentity <> '',
+    select a.attname,
+           case t.typtype
+             when 'd' then format('%%s (%%s)', format_type(t.typbasetype, t.typtypmod), t.typname)
+             else format_type(a.atttypid, a.atttypmod)
+           end, a.attnotnull, a.attidentity <> '',
            pg_get_expr(d.adbin, d.adrelid), col_description(a.attrelid, a.attnum)
       from pg_attribute a
+      join pg_type t on t.oid = a.atttypid
       left join pg_attrdef d on d.adrelid = a.attrelid and d.adnum = a.attnum
      where a.attrelid = ('pulse.' || %s)::regclass and a.attnum > 0 and not a.attisdropped
      order by a.attnum"""
@@ -54,6 +59,12 @@ _INDEXES = """
       from pg_class c
      where c.relnamespace = 'pulse'::regnamespace and c.relkind = 'i' and c.relname like 'outbox\\_%'
      order by c.relname"""
+_DOMAINS = """
+    select t.typname, format_type(t.typbasetype, t.typtypmod), pg_get_constraintdef(c.oid)
+      from pg_type t
+      join pg_constraint c on c.contypid = t.oid
+     where t.typnamespace = 'pulse'::regnamespace
+     order by t.typname"""
 _TABLES = ["outbox", "event_handled", "pause", "dispatcher", "sweep", "migration"]
 _VIEWS = ["topic_status", "dead_kind", "dead_letter", "blocked_key", "dispatcher_status"]
 
@@ -63,6 +74,7 @@ def rendered(conn: psycopg.Connection[Any]) -> str:
     functions = conn.execute(_FUNCTIONS.encode()).fetchall()
     parts = [
         _relations(conn, "r", "Tables", _TABLES, with_defaults=True),
+        _domains(conn),
         _indexes(conn),
         _relations(conn, "v", "Views", _VIEWS, with_defaults=False),
         "## Functions\n\nEvery `p_now` is for tests: null, the default, is the database's clock.\n",
@@ -113,6 +125,15 @@ def _relations(
                 shown = "identity" if identity else f"`{default}`" if default else "" if not_null else "null"
                 cells.append(re.sub(r"::[\w.]+", "", shown))
             text += f"| {' | '.join([*cells, meaning or ''])} |\n"
+    return text
+
+
+def _domains(conn: psycopg.Connection[Any]) -> str:
+    text = "### Domains\n\nWhat a column may hold by itself.\n\n| domain | over | rule |\n|---|---|---|\n"
+    conn.execute("set timezone to 'UTC'")  # in which the rules' times are shown
+    for name, base, rule in conn.execute(_DOMAINS.encode()).fetchall():
+        rule = re.sub(r"::[\w.]+( with time zone)?", "", rule.removeprefix("CHECK "))
+        text += f"| `{name}` | {_flat(base)} | `{rule}` |\n"
     return text
 
 
