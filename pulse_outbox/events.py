@@ -301,7 +301,7 @@ def encode_headers(headers: Mapping[str, object] | None, max_bytes: int = DEFAUL
 
 
 def encode_json(name: str, value: object, max_bytes: int) -> bytes:
-    """The same in UTF-8; *name* stands in the complaint."""
+    """What `encode_payload` says of a payload, of anything, and in UTF-8. A complaint begins with *name*."""
     try:
         body = to_json(value, fallback=_mapping_as_dict)
     except Exception as error:

@@ -54,8 +54,7 @@ def uuid_text_column(values: Iterable[UUID]) -> Iterator[bytes]:
 
 def jsonb_column(values: Iterable[bytes]) -> Iterator[bytes]:
     """A column of JSON in UTF-8."""
-    for value in values:
-        yield (len(value) + 1).to_bytes(4) + b"\x01" + value
+    return map(_jsonb_field, values)
 
 
 def text_field(value: str) -> bytes:
@@ -64,9 +63,12 @@ def text_field(value: str) -> bytes:
 
 
 def jsonb_field(value: str) -> bytes:
-    """Of JSON text: the version of the format stands before it."""
-    [field] = jsonb_column([value.encode()])
-    return field
+    return _jsonb_field(value.encode())
+
+
+def _jsonb_field(value: bytes) -> bytes:
+    """The version of the format stands before the text."""
+    return (len(value) + 1).to_bytes(4) + b"\x01" + value
 
 
 def int2_field(value: int) -> bytes:

@@ -55,6 +55,7 @@ def test_list_groups_by_kind_first(command, calls):
     assert list(listed["kinds"][0]) == [
         "topic", "error_class", "dead", "first_died_at", "last_died_at", "generations", "died_before", "last_error",
     ]  # fmt: skip
+    assert listed["kinds"][0]["generations"] == [0]
     out = command("dead", "list", "--limit", 2).out
     assert out.startswith("6 dead letters of 3 kinds\n")
     assert "the newest 2 of 6" in out

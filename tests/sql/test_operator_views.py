@@ -169,3 +169,20 @@ def test_no_view_has_payloads(outbox, view):
     assert cursor.description is not None
 
     assert not {"payload", "headers"} & {column.name for column in cursor.description}
+
+
+def test_no_column_of_a_view_is_a_domain(outbox):
+    """Drivers do not know the array that array_agg makes of one."""
+    of_domains = rows(
+        outbox,
+        """
+        select c.relname, a.attname
+          from pg_class c
+          join pg_attribute a on a.attrelid = c.oid
+          join pg_type t on t.oid = a.atttypid
+          left join pg_type e on e.oid = t.typelem
+         where c.relnamespace = 'pulse'::regnamespace and c.relkind = 'v' and 'd' in (t.typtype, e.typtype)
+        """,
+    )
+
+    assert of_domains == []
