@@ -300,12 +300,12 @@ class Intake:
         self._fruitless = bool(call.plan.keys) and not claims
         if claims and self._looks.are_costly:
             self._relist = True  # guess until nothing is found
-        self._lanes.note(call.plan, claims)
         self._take_in(claims, call)
+        if claims and len(claims) < call.plan.limit:
+            await asyncio.sleep(0)  # handlers first, then the next question
+        # else the database had better take the next ones while handlers run: there are more
+        self._lanes.note(call.plan, claims)
         if claims:
-            if len(claims) < call.plan.limit:
-                await asyncio.sleep(0)  # handlers first, then the next question
-            # else the database had better take the next ones while handlers run: there are more
             self._noise.claimed(len(claims), time.monotonic())
             if not self._calls:  # whose answers would have to wait
                 await self._stop_listening_when_loud()
