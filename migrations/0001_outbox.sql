@@ -5,6 +5,7 @@
 --
 -- The map, in reading order:
 --
+--   types       status, and domains for what a single column may hold
 --   tables      migration        which of these files have been applied, and the oldest code they support
 --               outbox           a row is a job: its state, budget, lease and evidence (SPEC: the row)
 --               event_handled    what a handler has done once and for all

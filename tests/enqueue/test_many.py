@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
+from weakref import WeakSet
 
 import psycopg
 import pytest
 from psycopg.pq import TransactionStatus
 
 from pulse_outbox import EnqueueError, NewEvent, Outbox
+from pulse_outbox.enqueue import encode_events
 from tests.enqueue.reading import rows
 
 outbox = Outbox()
@@ -185,3 +189,26 @@ def test_a_sleeping_dispatcher_is_woken(conn, connect, key):
     conn.commit()
 
     assert [notify.channel for notify in listener.notifies(timeout=10, stop_after=1)] == ["pulse_outbox_wake"]
+
+
+def test_payloads_of_a_generator_are_not_kept():
+    """Only their JSON is: an application may stream what would not fit into memory as objects."""
+
+    @dataclass(eq=False)
+    class Payload:
+        n: int
+
+    alive: WeakSet[Payload] = WeakSet()
+    most = 0
+
+    def events() -> Iterator[NewEvent]:
+        nonlocal most
+        for n in range(100):
+            payload = Payload(n=n)
+            alive.add(payload)
+            yield NewEvent("t", payload)
+            most = max(most, len(alive))
+
+    encode_events(events(), 1000)
+
+    assert 1 <= most <= 3
