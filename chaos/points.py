@@ -134,6 +134,9 @@ class AskingWithPoints:
         self._asking = asking
         self._was_sent = False
 
+    def prepare(self) -> None:
+        self._asking.prepare()
+
     def send(self) -> None:
         self._points.reached(f"before_{self._step}")
         self._was_sent = True

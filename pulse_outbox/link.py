@@ -39,7 +39,8 @@ class AnyLink(Protocol):
     """What a store asks of its link."""
 
     async def rows(self, query: bytes, parameters: Sequence[object], sent: Sent | None = None) -> Rows: ...
-    def send(self, query: bytes, parameters: Sequence[object]) -> Sent | None: ...
+    def write(self, query: bytes, parameters: Sequence[object]) -> Written | None: ...
+    def send(self, written: Written) -> Sent | None: ...
     async def close(self) -> None: ...
 
 
@@ -81,15 +82,20 @@ class Link:
         self._succeeded()
         return rows
 
-    def send(self, query: bytes, parameters: Sequence[object]) -> Sent | None:
-        """Sends a query at once; None where the connection has to be made first, or where calls take turns.
+    def write(self, query: bytes, parameters: Sequence[object]) -> Written | None:
+        """Makes a call ready to be sent, which takes longer than to send it.
 
-        `rows` gives its answer, if anybody asks for it.
+        None where the connection has to be made first, or where calls take turns.
         """
         line = self._line
-        if line is None or line.is_lost or not line.is_direct:
+        return line.write(query, parameters) if line and line.is_direct and not line.is_lost else None
+
+    def send(self, written: Written) -> Sent | None:
+        """Sends a call at once; None where its connection was lost. `rows` gives the answer, if anybody asks for it."""
+        line = written.line
+        if line.is_lost:
             return None
-        answer = line.ask(query, parameters)
+        answer = line.ask(written)
         answer.add_done_callback(_look_at_error)
         return Sent(line, answer)
 
@@ -107,7 +113,7 @@ class Link:
         return self._line
 
     async def _ask(self, line: _Line, query: bytes, parameters: Sequence[object]) -> Rows:
-        return await self._answer(Sent(line, line.ask(query, parameters)))
+        return await self._answer(Sent(line, line.ask(line.write(query, parameters))))
 
     async def _answer(self, sent: Sent) -> Rows:
         """The answer of one call; an error that costs the connection throws it away."""
@@ -149,6 +155,17 @@ class Link:
             line.end(psycopg.OperationalError("the connection could not be set up"))
             raise
         return line
+
+
+class Written(NamedTuple):
+    """A call that can be sent on its line, and on no other."""
+
+    line: _Line
+    statement: tuple[bytes, tuple[int, ...] | None]
+    """Its query, and the types of its parameters."""
+    text: bytes
+    values: Sequence[Buffer | None]
+    formats: list[Format] | None
 
 
 class Sent(NamedTuple):
@@ -223,18 +240,22 @@ class _Line:
         self._pgconn.enter_pipeline_mode()
         self._loop.add_reader(self._socket, self._read)
 
-    def ask(self, query: bytes, parameters: Sequence[object]) -> asyncio.Future[PGresult]:
-        """Sends a question whose parameters stand as %s."""
-        if self.is_lost:
-            raise psycopg.OperationalError("the connection is lost")
+    def write(self, query: bytes, parameters: Sequence[object]) -> Written:
+        """A question, whose parameters stand as %s."""
         text = self._texts.get(query)
         if text is None:
             text = self._texts[query] = _numbered(query)
         transformer = self._transformer
         values = transformer.dump_sequence(parameters, [PyFormat.AUTO] * len(parameters))
+        return Written(self, (query, transformer.types), text, values, transformer.formats)
+
+    def ask(self, written: Written) -> asyncio.Future[PGresult]:
+        """Sends a question."""
+        if self.is_lost:
+            raise psycopg.OperationalError("the connection is lost")
         question = _Question(self._loop.create_future())
         try:
-            self._send(question, query, text, values, transformer.types, transformer.formats)
+            self._send(question, written)
         except psycopg.Error as error:
             self.end(error)
             raise
@@ -244,24 +265,17 @@ class _Line:
         self._write()
         return question.answer
 
-    def _send(
-        self,
-        question: _Question,
-        query: bytes,
-        text: bytes,
-        values: Sequence[Buffer | None],
-        types: tuple[int, ...] | None,
-        formats: list[Format] | None,
-    ) -> None:
-        name = self._names.get((query, types))
+    def _send(self, question: _Question, written: Written) -> None:
+        _, statement, text, values, formats = written
+        name = self._names.get(statement)
         if name is None and self.is_direct and len(self._names) < PREPARED:
             name = b"pulse_outbox_%d" % next(self._numbers)
-            question.prepares = (query, types), name
-            self._pgconn.send_prepare(name, text, types)
+            question.prepares = statement, name
+            self._pgconn.send_prepare(name, text, statement[1])
         if name is not None:
             self._pgconn.send_query_prepared(name, values, formats, Format.BINARY)
         else:
-            self._pgconn.send_query_params(text, values, types, formats, Format.BINARY)
+            self._pgconn.send_query_params(text, values, statement[1], formats, Format.BINARY)
         self._pgconn.pipeline_sync()
 
     def rows_of(self, result: PGresult) -> Rows:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from tenacity import AsyncRetrying
 
-    from pulse_outbox.link import AnyLink, Rows, Sent
+    from pulse_outbox.link import AnyLink, Rows, Sent, Written
 
 Clock = Callable[[], datetime]
 """Simulated time, in tests."""
@@ -512,15 +512,24 @@ class Asking(Generic[T]):
         self._retrying = retrying
         self._read = read
         self._question: _Question | None = None
-        """Of a try that has begun …"""
+        """Of a try that has begun, …"""
+        self._written: Written | None = None
+        """… that can be sent …"""
         self._sent: Sent | None = None
-        """… and that was sent."""
+        """… and that was."""
+
+    def prepare(self) -> None:
+        """Makes its next try ready, which takes longer than to send it."""
+        self._question = self._next_try()
+        self._written = self._link.write(*self._question)
 
     def send(self) -> None:
         """Sends it now, if the connection stands and is its own: whoever awaits it later has the answer sooner."""
-        self._question = self._next_try()
+        if self._question is None:
+            self.prepare()
+        written, self._written = self._written, None
         try:
-            self._sent = self._link.send(*self._question)
+            self._sent = written and self._link.send(written)
         except psycopg.Error:
             self._question = None  # it may have got through: to be asked again, on another connection
 
@@ -539,7 +548,7 @@ class Asking(Generic[T]):
         if self.is_lost:
             self._question = self._sent = None
         question, self._question = self._question or self._next_try(), None
-        sent, self._sent = self._sent, None
+        sent, self._sent, self._written = self._sent, None, None
         return await self._answer(*question, sent)
 
 

@@ -134,15 +134,15 @@ class Intake:
 
     def wake(self, notifications: int = 0) -> None:
         """There is new work, or there may be."""
-        self._noise.heard(notifications, time.monotonic())
         call, self._prepared = self._prepared, None
         if call is None or self._is_full() or call.slots != self._slots.free:
             self._look()
-            return
-        self._guessed = True
-        self._calls.append(call)
-        self._send(call)
-        self._stirred.set()
+        else:
+            self._calls.append(call)
+            self._send(call)
+            self._guessed = True
+            self._stirred.set()
+        self._noise.heard(notifications, time.monotonic())
 
     def listening(self, is_up: bool) -> None:
         """Whether notifications come in, from now on."""
@@ -480,7 +480,11 @@ class Intake:
         if self._deaf or self._guessed or self._looks.are_costly or (wanted := self._wanted()) < 1:
             return None
         guess = self._guess(wanted)
-        return None if guess is None else self._call_of(guess, slots=self._slots.free)
+        if guess is None:
+            return None
+        call = self._call_of(guess, slots=self._slots.free)
+        call.claim.prepare()
+        return call
 
     def _mention_suspects_since(self, then: float) -> None:
         """Those that have become due since then: no listing comes to show them."""

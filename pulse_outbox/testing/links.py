@@ -18,7 +18,7 @@ from pulse_outbox import connections
 from pulse_outbox.connections import Ask, State
 from pulse_outbox.dispatcher.transactions import HandlerTransaction
 from pulse_outbox.errors import SettingsError
-from pulse_outbox.link import Rows, Sent
+from pulse_outbox.link import Rows, Sent, Written
 from pulse_outbox.store import UuidArray
 
 if TYPE_CHECKING:
@@ -53,8 +53,11 @@ class Borrowed:
         self._here = here
         self._outside = outside
 
-    def send(self, query: bytes, parameters: Sequence[object]) -> None:
-        """Nothing is sent ahead: the test's connection answers one call after the other."""
+    def write(self, query: bytes, parameters: Sequence[object]) -> None:
+        """Nothing is sent ahead: the test's connection answers one call after the other …"""
+
+    def send(self, written: Written) -> None:
+        """… so nothing is ever written that could be."""
 
     async def rows(self, query: bytes, parameters: Sequence[object], sent: Sent | None = None) -> Rows:
         """What the query returns, inside the open transaction."""

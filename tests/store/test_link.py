@@ -189,6 +189,42 @@ async def test_a_call_that_could_not_be_sent_ahead_is_sent_when_it_is_awaited(ta
     await store.close()
 
 
+@pytest.mark.parametrize("when", ["sent", "awaited"])
+async def test_a_call_that_is_ready_outlives_its_connection(dsn, table: Table, open_store, when: str):
+    """It was made before the dispatcher fell asleep, and the server may be another one when it is woken."""
+    outbox = Outbox()
+    outbox.handler("job")(lambda event: None)
+    await table.enqueue(outbox, "job")
+    async with proxied(dsn) as proxy:
+        store = open_store(proxy.dsn)
+        await store.paused()
+        claiming = store.claim(limit=1, topics=["job"])
+        claiming.prepare()
+        proxy.cut()
+
+        async def is_noticed() -> bool:
+            return bool(store._link._line.is_lost)
+
+        await wait_until_async(is_noticed)
+        if when == "sent":
+            claiming.send()
+        [claim] = await claiming
+        assert (claim.attempts, claim.lease_seq) == (1, 1)
+        await store.close()
+
+
+async def test_a_call_is_made_ready_once(table: Table, open_store):
+    """What could not be sent ahead is still a first try: a second one has to look for what the first took."""
+    store = open_store()
+    claiming = store.claim(limit=1, topics=["job"])
+    claiming.prepare()  # there is no connection yet
+    claiming.send()
+
+    assert await claiming == []
+    assert await table.execute("select * from pulse.claim_try") == []
+    await store.close()
+
+
 @pytest.mark.parametrize("done", [True, False], ids=["it was done", "it was not"])
 async def test_the_connection_is_lost_behind_a_call_that_was_sent_ahead(
     dsn, table: Table, open_store, done: bool
@@ -513,9 +549,9 @@ class TestCallsThatOverlap:
         outstanding = []
         real = _Line.ask
 
-        def counted(line: _Line, query: bytes, parameters: Any) -> Any:
+        def counted(line: _Line, written: Any) -> Any:
             outstanding.append(len(line._questions))
-            return real(line, query, parameters)
+            return real(line, written)
 
         monkeypatch.setattr(_Line, "ask", counted)
         for kind, most in ((BehindPooler, 0), (Link, 9)):

@@ -14,6 +14,7 @@ class Around:
     def __init__(self, asking: Asking[Any], answer: Callable[[Asking[Any]], Awaitable[Any]]) -> None:
         self._asking = asking
         self._answer = answer
+        self.prepare = asking.prepare
         self.send = asking.send
 
     @property
