@@ -7,7 +7,6 @@ import functools
 import inspect
 import sys
 import time
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import replace
 from datetime import timedelta
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from pydantic_core import from_json
 
 from pulse_outbox.dispatcher.jobs import Completed, Failed, Job, Outcome, Over, Released, Snoozed
+from pulse_outbox.dispatcher.threads import InExecutor, Threads
 from pulse_outbox.dispatcher.transactions import LeaseLost, NotStarted
 from pulse_outbox.events import Event
 from pulse_outbox.failures import PayloadError, describe_error
@@ -25,6 +25,7 @@ from pulse_outbox.trace import trace_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Generator
+    from concurrent.futures import Executor
     from random import Random
 
     from pulse_outbox.dispatcher.sentry import Sentry
@@ -64,15 +65,11 @@ class Runner:
         self._transactions = transactions
         self.left_behind = 0
         """Handlers that still run in threads although their slots were closed."""
-        self._threads = (
-            ThreadPoolExecutor(max_workers=threads, thread_name_prefix="pulse-outbox-handler")
-            if isinstance(threads, int)
-            else threads
-        )
+        self._threads = Threads(threads) if isinstance(threads, int) else InExecutor(threads)
 
     def close(self) -> None:
         """Lets the threads go; one that is stuck is not waited for."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     def begin(self, job: Job) -> Outcome | Attempt:
         """Calls the handler and lets it go on until it waits for something: one that never does is over then."""
@@ -118,11 +115,11 @@ class Runner:
         return Completed(job)
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> None:
-        work = self._threads.submit(copy_context().run, _call, function, *arguments)
+        call = self._threads.call(copy_context().run, _call, function, *arguments)
         try:
-            returned = await asyncio.wrap_future(work)
+            returned = await call.answer
         except asyncio.CancelledError:
-            self.left_behind += not work.done()  # nothing can stop a thread
+            self.left_behind += not call.withdraw()
             raise
         if inspect.isawaitable(returned):
             await returned
