@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from psycopg import sql
 from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
 
+from pulse_outbox.dispatcher.deadlines import Deadlines
 from pulse_outbox.dispatcher.settling import LOCKED_PAUSE
 from pulse_outbox.failures import TerminalHandlerError
 from pulse_outbox.link import CALL_TIMEOUT, connection_string, shut_down
@@ -31,6 +31,7 @@ POOL_SIZE = 10
 PATIENCE = 5.0
 """How long to wait for a connection, or for a row that somebody else has locked, in seconds."""
 DEADLINE = CALL_TIMEOUT.total_seconds()
+_DEADLINES = Deadlines()
 _IS_READ_ONLY = "select current_setting('transaction_read_only')"
 
 
@@ -88,18 +89,18 @@ class HandlerTransaction:
 
     def run_sync(self, conn: psycopg.Connection[Any], job: Job, build: Build) -> None:
         """Runs a sync handler, in whatever thread this is, and completes its event."""
-        deadline = _cut_off_later(conn)
+        deadline = _DEADLINES.start(conn, DEADLINE)
         begun = False
         try:
             with conn.transaction():
                 begun = True
-                deadline.cancel()
+                _DEADLINES.stop(deadline)
                 try:
                     _refuse_awaitable(job.handler.function(build(conn)))
                 except psycopg.Rollback as error:
                     raise _rolled_back() from error
                 finally:
-                    deadline = _cut_off_later(conn)
+                    deadline = _DEADLINES.start(conn, DEADLINE)
                 give_up_at = time.monotonic() + PATIENCE
                 cursor = conn.cursor(row_factory=tuple_row)
                 while _is_locked(
@@ -112,7 +113,7 @@ class HandlerTransaction:
                 raise NotStarted("its transaction could not begin") from error
             raise
         finally:
-            deadline.cancel()
+            _DEADLINES.stop(deadline)
 
     def _values(self, job: Job) -> tuple[Any, ...]:
         now = self._clock() if self._clock is not None else None  # without one the database's rules
@@ -220,13 +221,6 @@ def _is_spent(error: psycopg.Error | NotStarted) -> bool:
     return isinstance(error, NotStarted) or loses_connection(error)
 
 
-def _cut_off_later(conn: psycopg.Connection[Any]) -> threading.Timer:
-    deadline = threading.Timer(DEADLINE, shut_down, (conn,))
-    deadline.daemon = True
-    deadline.start()
-    return deadline
-
-
 async def _check_async(conn: psycopg.AsyncConnection[Any]) -> None:
     deadline = asyncio.get_running_loop().call_later(DEADLINE, shut_down, conn)
     try:
@@ -242,7 +236,7 @@ async def _check_async(conn: psycopg.AsyncConnection[Any]) -> None:
 
 
 def _check(conn: psycopg.Connection[Any]) -> None:
-    deadline = _cut_off_later(conn)
+    deadline = _DEADLINES.start(conn, DEADLINE)
     try:
         conn.autocommit = True
         if conn.cursor(row_factory=tuple_row).execute(_IS_READ_ONLY).fetchone() != ("off",):
@@ -251,4 +245,4 @@ def _check(conn: psycopg.Connection[Any]) -> None:
         conn.autocommit = False
         conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
     finally:
-        deadline.cancel()
+        _DEADLINES.stop(deadline)
