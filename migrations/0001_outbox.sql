@@ -485,14 +485,18 @@ $$;
 create function pulse.answers(
   p_event_ids uuid[], p_tokens uuid[], p_wanted pulse.status[], p_loud boolean default false, p_gone_is_done boolean default false)
 returns table (event_id uuid, answer text)
-language sql volatile
+language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
 set enable_nestloop = off
 set enable_mergejoin = off
 set jit = off
+set plan_cache_mode = force_generic_plan
 as $$
+#variable_conflict use_column
+begin
+  return query
   select c.event_id, a.answer
     from unnest(p_event_ids, p_tokens) as c (event_id, token)
     left join pulse.outbox o on o.event_id = c.event_id and o.event_id = any (p_event_ids)
@@ -504,7 +508,8 @@ as $$
                     when o.status <> all (p_wanted) then 'lost'
                     when p_loud then o.status::text
                   end as answer) as a
-   where a.answer is not null
+   where a.answer is not null;
+end
 $$;
 
 -- Gives the turn to the next event of each key: the lowest that is unfinished, if it is parked.
@@ -639,12 +644,15 @@ $$;
 -- Dispatchers
 ------------------------------------------------------------------------------------------------------------------------
 
--- Topics that nobody may claim now; an empty string stands for all of them.
+-- Topics that nobody may claim now; an empty string stands for all of them. Not in SQL's own language: before PostgreSQL 18
+-- that is planned anew at each call, a seventh of what a claim takes that finds one event.
 create function pulse.paused_topics() returns text[]
-language sql stable
+language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
-  select array(select coalesce(p.topic, '') from pulse.pause p)
+begin
+  return array(select coalesce(p.topic, '') from pulse.pause p);
+end
 $$;
 
 -- The lanes that have work, now or later, each with its first row: where a claim may start, and until when one may sleep.
