@@ -525,10 +525,12 @@ class Asking(Generic[T]):
 
     def send(self) -> None:
         """Sends it now, if the connection stands and is its own: whoever awaits it later has the answer sooner."""
-        if self._question is None:
-            self.prepare()
-        written, self._written = self._written, None
+        if self._sent is not None:
+            return
         try:
+            if self._question is None:
+                self.prepare()
+            written, self._written = self._written, None
             self._sent = written and self._link.send(written)
         except psycopg.Error:
             self._question = None  # it may have got through: to be asked again, on another connection

@@ -38,15 +38,15 @@ class Deadlines:
     def start(self, conn: psycopg.Connection[Any], seconds: float) -> int:
         """Cuts the connection off after so long, unless `stop` is told this number before."""
         with self._lock:
-            number = next(self._numbers)
-            self._watched[number] = (time.monotonic() + seconds, conn)
             if not self._is_watching:
                 threading.Thread(target=self._watch, name="pulse-outbox-deadlines", daemon=True).start()
                 self._is_watching = True
+            number = next(self._numbers)
+            self._watched[number] = (time.monotonic() + seconds, conn)
         return number
 
     def stop(self, number: int) -> None:
-        """It has answered, or was cut off."""
+        """It has answered, or was cut off; after this it won't be."""
         with self._lock:
             self._watched.pop(number, None)
 
@@ -59,6 +59,5 @@ class Deadlines:
                     return
                 now = time.monotonic()
                 late = [number for number, (at, _) in self._watched.items() if at <= now]
-                conns = [self._watched.pop(number)[1] for number in late]
-            for conn in conns:
-                shut_down(conn)
+                for number in late:
+                    shut_down(self._watched.pop(number)[1])

@@ -121,6 +121,8 @@ class Runner:
         except asyncio.CancelledError:
             self.left_behind += not call.withdraw()
             raise
+        finally:
+            del call  # an error's traceback holds this frame, and the call its error
         if inspect.isawaitable(returned):
             await returned
 

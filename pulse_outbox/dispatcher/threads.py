@@ -7,10 +7,13 @@ event loop for each result. Here the loop is woken once for all results that hav
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import threading
 from collections import deque
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,32 +36,60 @@ class Threads:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._started = 0
+        self._started: list[threading.Thread] = []
         self._unanswered = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: SimpleQueue[_ThreadCall | None] = SimpleQueue()
         self._ended: deque[_ThreadCall] = deque()
         self._is_told = False
         """The loop has been told to look at what has ended, and has not yet."""
+        self._is_closed = False
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Call:
         """Has the function called as soon as a thread is free."""
-        self._loop = asyncio.get_running_loop()
-        call = _ThreadCall(function, arguments, self._loop.create_future())
+        loop = asyncio.get_running_loop()
+        if self._is_closed or self._loop not in (None, loop):
+            raise RuntimeError("these threads are closed, or belong to another event loop")
+        self._loop = loop
+        if len(self._started) < min(self._unanswered + 1, self._most):
+            self._start_another()
+        call = _ThreadCall(function, arguments, loop.create_future())
         self._unanswered += 1
-        if self._started < min(self._unanswered, self._most):
-            self._started += 1
-            threading.Thread(target=self._work, name=f"pulse-outbox-handler-{self._started}").start()
         self._calls.put(call)
         return call
 
     def close(self) -> None:
         """Lets the threads go: what has not begun is not called any more, and one that is stuck is not waited for."""
-        while not self._calls.empty():
-            if call := self._calls.get():
-                call.withdraw()
-                call.answer.cancel()
-        for _ in range(self._started):
+        self._is_closed = True
+        with contextlib.suppress(Empty):
+            while True:
+                if call := self._calls.get_nowait():
+                    call.withdraw()
+                    call.answer.cancel()
+        self._let_go()
+
+    def _start_another(self) -> None:
+        # A daemon: for others Python waits before it asks anybody to let them go. So finish_all waits for these.
+        thread = threading.Thread(
+            target=self._work, name=f"pulse-outbox-handler-{len(self._started) + 1}", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:
+            if not self._started:
+                raise  # the system has no more of them: without any, nobody would ever make the call
+            return
+        _in_use.add(self)
+        self._started.append(thread)
+
+    def finish(self) -> None:
+        """Lets the threads go, each when the call that it is at is over, and waits for that."""
+        self._let_go()
+        for thread in self._started:
+            thread.join()
+
+    def _let_go(self) -> None:
+        for _ in self._started:
             self._calls.put(None)
 
     def _work(self) -> None:
@@ -82,8 +113,18 @@ class Threads:
             self._ended.popleft().give()
 
 
+_in_use: WeakSet[Threads] = WeakSet()
+
+
+@atexit.register
+def finish_all() -> None:
+    """Python ends, and somebody may still be inside a handler: as with concurrent.futures, it comes to its end."""
+    for threads in list(_in_use):
+        threads.finish()
+
+
 class _ThreadCall:
-    __slots__ = ("_arguments", "_error", "_function", "_undecided", "_value", "answer", "is_over")
+    __slots__ = ("_arguments", "_error", "_function", "_undecided", "_value", "answer", "is_idle")
 
     def __init__(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], answer: asyncio.Future[Any]
@@ -94,7 +135,8 @@ class _ThreadCall:
         self._error: BaseException | None = None
         self._undecided = [None]
         self.answer = answer
-        self.is_over = False
+        self.is_idle = False
+        """It is over, or was withdrawn before it began."""
 
     def begin(self) -> bool:
         """False: it was withdrawn before."""
@@ -106,15 +148,17 @@ class _ThreadCall:
         return True
 
     def withdraw(self) -> bool:
-        return self.begin() or self.is_over
+        if self.begin():
+            self.is_idle = True
+        return self.is_idle
 
     def make(self) -> None:
         try:
             self._value = self._function(*self._arguments)
-            self.is_over = True
+            self.is_idle = True
         except BaseException as error:
             self._error = error
-            self.is_over = True
+            self.is_idle = True
             del self  # the error's traceback holds this frame, which must not hold the error in turn
 
     def give(self) -> None:

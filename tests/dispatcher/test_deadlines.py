@@ -50,6 +50,20 @@ def test_one_thread_watches_all_and_ends_when_there_is_nothing_to_watch(connect)
     wait_until(lambda: is_cut_off(conn))
 
 
+def test_who_can_not_be_watched_is_not_cut_off_later(connect, monkeypatch):
+    """The system had no thread left. The connection goes back to its pool, and somebody else gets it."""
+    conn, other = connect(autocommit=True), connect(autocommit=True)
+    deadlines = Deadlines()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", lambda thread: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            deadlines.start(conn, 0)
+    deadlines.start(other, 0)
+    wait_until(lambda: is_cut_off(other))
+
+    assert not is_cut_off(conn)
+
+
 def test_a_forked_child_has_a_watcher_of_its_own(connect, dsn):
     """A server that forks its workers may have used it before."""
     parents = connect(autocommit=True)

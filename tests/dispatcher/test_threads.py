@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -92,6 +94,7 @@ async def test_a_call_that_is_withdrawn_before_it_begins_is_never_made(threads: 
     waiting = threads.call(called.append, 1)
 
     assert waiting.withdraw()
+    assert waiting.withdraw()  # no thread has got at it since
     go.set()
     await asyncio.gather(*[call.answer for call in busy])
     assert await threads.call(lambda: "after it").answer == "after it"
@@ -154,6 +157,79 @@ def test_a_thread_that_outlives_its_loop_ends_without_a_word(capfd):
     wait_until(lambda: handler_threads() == [])
 
     assert capfd.readouterr() == ("", "")
+
+
+async def test_threads_that_the_system_does_not_give_are_done_without(threads: Threads, monkeypatch):
+    """They come and go, as the limits of a container are reached and left; what is counted must be there."""
+    real = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError):
+        threads.call(int)
+    monkeypatch.setattr(threading.Thread, "start", real)
+    go = threading.Event()
+    first = threads.call(go.wait, PATIENCE)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    second = threads.call(int)
+    go.set()
+
+    assert [await first.answer, await second.answer] == [True, 0]
+
+
+async def test_closed_or_in_another_loop_it_takes_no_calls(threads: Threads):
+    """Nobody would answer them."""
+    await threads.call(int).answer
+
+    async def elsewhere() -> None:
+        threads.call(int)
+
+    with pytest.raises(RuntimeError):
+        await asyncio.to_thread(asyncio.run, elsewhere())
+    threads.close()
+    with pytest.raises(RuntimeError):
+        threads.call(int)
+
+
+PROGRAM = """
+import asyncio, threading, time
+from pulse_outbox.dispatcher.threads import Threads
+
+begun = threading.Event()
+
+def work():
+    begun.set()
+    time.sleep(0.5)
+    print("ended")
+
+async def main():
+    threads = Threads(3)
+    await asyncio.gather(threads.call(int).answer, threads.call(int).answer)
+    threads.call(work)
+    while not begun.is_set():
+        await asyncio.sleep(0.01)
+    {end}
+
+{run}
+"""
+RUNS = {
+    "the loop is closed": "asyncio.run(main())",
+    "the loop is left open": "asyncio.new_event_loop().run_until_complete(main())",
+    "in a daemon thread": "threading.Thread(target=asyncio.run, args=(main(),), daemon=True).start(); begun.wait()",
+}
+
+
+@pytest.mark.parametrize("end", ["pass", "threads.close()"], ids=["left", "closed"])
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_a_program_that_ends_waits_for_the_function_and_not_for_idle_threads(run: str, end: str):
+    """Else it would never end, and its heart would go on keeping leases."""
+    program = PROGRAM.format(run=run, end=end)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE)
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -213,6 +213,21 @@ async def test_a_call_that_is_ready_outlives_its_connection(dsn, table: Table, o
         await store.close()
 
 
+async def test_a_call_that_was_sent_is_not_sent_again(dsn, table: Table, open_store):
+    """Not before somebody has waited for its answer: a second claim under the same token would be no first try."""
+    async with proxied(dsn) as proxy:
+        store = open_store(proxy.dsn)
+        await store.paused()
+        listing = store.lanes(["job"])
+        listing.send()
+        sent = listing._sent
+        listing.send()
+
+        assert listing._sent is sent
+        assert (await listing).lanes == []
+        await store.close()
+
+
 async def test_a_call_is_made_ready_once(table: Table, open_store):
     """What could not be sent ahead is still a first try: a second one has to look for what the first took."""
     store = open_store()
