@@ -147,11 +147,11 @@ def _with_pure_sql(peers: Sequence[Peer]) -> list[Entry]:
     ]
 
 
-GUARANTEES = ("constraints", "lease_index")
+GUARANTEES = ("constraints", "lease_index", "rare_indexes")
 
 
 def _guarantees(peers: Sequence[Peer]) -> list[Entry]:
-    """Pure SQL, with single guarantees taken away: what they cost."""
+    """Pure SQL, with guarantees taken away: what they cost, one by one and all together."""
     if not _only_ours(peers):
         return []
     return [
@@ -160,8 +160,10 @@ def _guarantees(peers: Sequence[Peer]) -> list[Entry]:
             ours(f"without {guarantee.replace('_', ' ')}", sql="ours", without=[guarantee])
             for guarantee in GUARANTEES
         ),
-        ours("without both", sql="ours", without=list(GUARANTEES)),
-        ours("bare table", sql="bare"),
+        ours("without all three", sql="ours", without=list(GUARANTEES)),
+        ours("our table, bare statements", sql="plain"),
+        ours("our table without all three, bare statements", sql="plain", without=list(GUARANTEES)),
+        ours("bare table, bare statements", sql="bare"),
     ]
 
 
