@@ -645,7 +645,7 @@ $$;
 ------------------------------------------------------------------------------------------------------------------------
 
 -- Topics that nobody may claim now; an empty string stands for all of them. Not in SQL's own language: before PostgreSQL 18
--- that is planned anew at each call, a seventh of what a claim takes that finds one event.
+-- that is planned anew at each call, a tenth of what a claim takes that finds one event.
 create function pulse.paused_topics() returns text[]
 language plpgsql stable
 set search_path = pg_catalog, pg_temp

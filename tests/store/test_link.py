@@ -213,6 +213,26 @@ async def test_a_call_that_is_ready_outlives_its_connection(dsn, table: Table, o
         await store.close()
 
 
+async def test_calls_that_are_ready_do_not_disturb_each_other(table: Table, open_store):
+    """What one was made of must not be what the next one is made with."""
+    outbox = Outbox()
+    outbox.handler("job")(lambda event: None)
+    event_id = await table.enqueue(outbox, "job")
+    store = open_store()
+    await store.paused()
+    claiming, listing = store.claim(limit=1, topics=["job"]), store.lanes(["job"], [7])
+    claiming.prepare()
+    listing.prepare()
+    assert await store.complete([]) == {}
+    assert len((await store.lanes(["job"])).lanes) == 1
+    claiming.send()
+    listing.send()
+
+    assert [claim.event_id for claim in await claiming] == [event_id]
+    assert (await listing).lanes == []
+    await store.close()
+
+
 async def test_a_call_that_was_sent_is_not_sent_again(dsn, table: Table, open_store):
     """Not before somebody has waited for its answer: a second claim under the same token would be no first try."""
     async with proxied(dsn) as proxy:
