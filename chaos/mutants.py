@@ -157,6 +157,13 @@ MUTANTS: dict[str, Mutant] = {
                 "where o.ctid = any (v_taken.rows)",
                 "where o.event_id in (select p.event_id from pulse.outbox p where p.ctid = any (v_taken.rows))",
             ),
+            ("outbox_claim_lane", "for update skip locked", ""),
+            (
+                "outbox_claim_lane",
+                "where o.ctid = any ((",
+                "where o.event_id in (select p.event_id from pulse.outbox p where p.ctid = any ((",
+            ),
+            ("outbox_claim_lane", "::tid[])", "::tid[]))"),
         ),
     ),
     "alert only in memory": Mutant(
@@ -284,6 +291,7 @@ MUTANTS: dict[str, Mutant] = {
         changes=(
             ("take", "and o.next_run_at <= p_now", ""),
             ("outbox_claim", "where l.next_run_at <= v_now", "where true"),
+            ("outbox_claim_lane", "and i.next_run_at <= v_now", ""),
         ),
     ),
     "no backoff": Mutant(
@@ -296,7 +304,10 @@ MUTANTS: dict[str, Mutant] = {
         why="the jobs of a dead worker wait for minutes",
         noticed_by=("lease",),
         course="calm",
-        changes=(("outbox_claim", "v_now + p_lease", "v_now + p_lease * 20"),),
+        changes=(
+            ("outbox_claim", "v_now + p_lease", "v_now + p_lease * 20"),
+            ("outbox_claim_lane", "t.now + p_lease", "t.now + p_lease * 20"),
+        ),
     ),
     "lapses are not counted": Mutant(
         why="a job that kills its worker is never suspected, and takes others with it for ever",
@@ -338,13 +349,20 @@ def change_database(conn: psycopg.Connection[object], name: str, schema: str = "
     mutant = MUTANTS[name]
     if mutant.before:
         conn.execute(mutant.before.encode())
+    texts: dict[str, str] = {}
     for function, old, new in mutant.changes:
-        row = conn.execute(
-            "select pg_get_functiondef(p.oid) from pg_proc p join pg_namespace n on n.oid = p.pronamespace"
-            " where n.nspname = %s and p.proname = %s",
-            (schema, function),
-        ).fetchone()
-        assert isinstance(row, tuple), f"there is no function {function}"
-        text = str(row[0])
+        text = texts.get(function) or _definition_of(function, conn, schema)
         assert old in text, f"{function} does not say: {old}"
-        conn.execute(text.replace(old, new).encode())
+        texts[function] = text.replace(old, new)
+    for text in texts.values():
+        conn.execute(text.encode())
+
+
+def _definition_of(function: str, conn: psycopg.Connection[object], schema: str) -> str:
+    row = conn.execute(
+        "select pg_get_functiondef(p.oid) from pg_proc p join pg_namespace n on n.oid = p.pronamespace"
+        " where n.nspname = %s and p.proname = %s",
+        (schema, function),
+    ).fetchone()
+    assert isinstance(row, tuple), f"there is no function {function}"
+    return str(row[0])

@@ -274,6 +274,7 @@ class Intake:
             lapses=0,
             token=token,
             fresh=True,
+            plain=plan.plain,
         )
         return _ClaimCall(plan=plan, slots=slots, token=token, claim=claim)
 

@@ -46,6 +46,7 @@ class LaneKey(NamedTuple):
 
 
 _lane_of = attrgetter(*LaneKey._fields)  # a plain tuple: as a key it is the same
+_ordering_key_of, _budget_of = attrgetter("ordering_key"), attrgetter("max_attempts")
 
 
 @dataclass(slots=True)
@@ -100,6 +101,8 @@ class ClaimPlan:
     """The quotas of those whose turns it asks for, in their order."""
     looks_far_at: float | None = None
     """When it was made, if it asks for what long transactions have committed."""
+    plain: bool = False
+    """There is one lane, and what was claimed there last had neither ordering keys nor budgets of one."""
 
     def in_full(self) -> dict[str, int]:
         """What it takes of each topic where there is enough of all."""
@@ -118,6 +121,8 @@ class Lanes:
         self._recent: list[LaneKey] = []
         self._known: dict[LaneKey, datetime] = {}
         """Up to when a lane was looked at; the lane that was claimed from last is the last one."""
+        self._peculiar: set[LaneKey] = set()
+        """Those that had ordering keys or budgets of one when they were last claimed from."""
         self._looked_far_at = 0.0
         self._waiting_for_slot: set[LaneKey] = set()
         """Where the last claim left a budget of one behind."""
@@ -212,6 +217,7 @@ class Lanes:
             known=frozenset(known),
             turns=turns,
             looks_far_at=looks_far_at,
+            plain=self._are_plain(keys),
         )
 
     def guess(self, limit: int, now: float, *, anywhere: bool = True) -> ClaimPlan | None:
@@ -252,7 +258,17 @@ class Lanes:
             self._asked(key, quotas[key.topic], self._known[key] - look_back, 0)
             for key in sorted(keys, key=lambda key: (order[key.topic], -key.priority, self._known[key]))
         ]
-        return ClaimPlan(limit=limit, lanes=lanes, keys=[], quotas=quotas, looks_far_at=looks_far_at)
+        return ClaimPlan(
+            limit=limit,
+            lanes=lanes,
+            keys=[],
+            quotas=quotas,
+            looks_far_at=looks_far_at,
+            plain=self._are_plain(keys),
+        )
+
+    def _are_plain(self, keys: Sequence[LaneKey]) -> bool:
+        return len(keys) == 1 and keys[0] not in self._peculiar
 
     def note(self, plan: ClaimPlan, claims: Claimed) -> None:
         """Moves the lanes on after a claim (whose rows come in order)."""
@@ -267,11 +283,17 @@ class Lanes:
         last_of = dict(zip(lanes, claims, strict=True))
         if claims:
             self._recent = [LaneKey(*key) for key in last_of]
+            if any(map(_ordering_key_of, claims)) or 1 in map(_budget_of, claims):
+                self._peculiar.update(self._recent)
+            else:
+                self._peculiar.difference_update(self._recent)
             for lane in self._recent:
                 self._known.pop(lane, None)
                 self._known[lane] = last_of[lane].next_run_at
             while len(self._known) > KNOWN_LANES:
-                del self._known[next(iter(self._known))]
+                oldest = next(iter(self._known))
+                del self._known[oldest]
+                self._peculiar.discard(oldest)
         if self._waiting_for_slot:
             # Where only others came, none of them waits any more; where some came, there may be more.
             once = {lane for lane, claim in zip(lanes, claims, strict=True) if claim.max_attempts == 1}
@@ -293,6 +315,7 @@ class Lanes:
             key = LaneKey(behind.topic, behind.generation, behind.lapses, behind.priority)
             self._places[key] = _Place(behind.next_run_at, behind.seq, due_at=0.0)
             self._waiting_for_slot.add(key)
+            self._peculiar.add(key)
 
     def _note_guess(self, plan: ClaimPlan, last_of: Mapping[LaneKey, Claim], taken: Counter[str]) -> None:
         """Where a guess got all that it asked for, there is more, right after it."""

@@ -17,7 +17,13 @@ from pulse_outbox.store import Claimed, Lane, Listing
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
 
 
-def claim(topic: str, due: datetime = NOON, priority: int = 0, max_attempts: int = 5) -> Any:
+def claim(
+    topic: str,
+    due: datetime = NOON,
+    priority: int = 0,
+    max_attempts: int = 5,
+    ordering_key: str | None = None,
+) -> Any:
     return SimpleNamespace(
         topic=topic,
         generation=0,
@@ -27,6 +33,7 @@ def claim(topic: str, due: datetime = NOON, priority: int = 0, max_attempts: int
         seq=1,
         event_id=UUID(int=0),
         max_attempts=max_attempts,
+        ordering_key=ordering_key,
     )
 
 
@@ -313,3 +320,35 @@ def test_a_claim_behind_a_guess_keeps_to_the_turn():
     lanes.refresh(Listing([Lane("a", 0, 0, 0, NOON, 1, -1.0)], NOON, 0.0), 0.0)
 
     assert list(some(lanes.plan(2, lambda topic: 10, 0.0, behind=guess)).turns) == ["a"]
+
+
+def guess(lanes: Lanes) -> ClaimPlan:
+    return some(lanes.guess(10, 0.0))
+
+
+def test_a_claim_is_plain_while_one_lane_has_neither_keys_nor_budgets_of_one():
+    """Only then the short way is worth a try."""
+    lanes = Lanes()
+    assert not guess(lanes).plain, "the lanes are not even known"
+    note(lanes, guess(lanes), claim("a"))
+    assert guess(lanes).plain
+
+    for special in (claim("a", ordering_key="k"), claim("a", max_attempts=1)):
+        note(lanes, guess(lanes), special, claim("a"))
+        assert not guess(lanes).plain
+        note(lanes, guess(lanes), claim("a"))
+        assert guess(lanes).plain
+
+    note(lanes, guess(lanes), claim("a"), claim("b"))
+    assert not guess(lanes).plain, "two lanes"
+
+
+def test_a_plan_is_plain_as_a_guess_is():
+    lanes = Lanes()
+    lanes.refresh(Listing([Lane("a", 0, 0, 0, NOON, 1, -1.0)], NOON, 0.0), 0.0)
+    plan = some(lanes.plan(10, lambda topic: 10, 0.0))
+    assert plan.plain, "nothing else is known of it"
+
+    note(lanes, plan, left_behind=[Lane("a", 0, 0, 0, NOON, 1, 0.0)])
+
+    assert not some(lanes.plan(10, lambda topic: 10, 0.0)).plain

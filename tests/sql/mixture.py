@@ -120,6 +120,14 @@ class Meter:
         with self.undone():
             lane = {"topic": TOPIC, "generation": 0, "lapses": 0, "priority": 0, "quota": 100}
             costs["claim from a lane"] = self.buffers(f"{claim}, p_lanes => %s)", [TOPIC], Jsonb([lane]))
+        one_lane = (
+            "select * from pulse.outbox_claim_lane(gen_random_uuid(), 'w', %s, 0, 0::smallint, 0::smallint, "
+        )
+        one_lane += "'2000-01-01', 0, 100, '30 s', 5, 100, 1)"
+        with self.undone():
+            costs["claim of one lane"] = self.buffers(one_lane, TOPIC)
+        with self.undone():
+            costs["claim of one lane, keyed"] = self.buffers(one_lane, "keyed")
         with self.undone():
             costs["claim keyed"] = self.buffers(f"{claim})", ["keyed"])
         with self.undone():

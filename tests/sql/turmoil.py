@@ -21,6 +21,13 @@ from psycopg.types.json import Jsonb
 
 TOPICS = ["a", "b", "c"]
 LEASE = 0.2  # short enough to lapse now and then
+ONE_LANE = """
+select event_id, seq, ordering_key, lease_seq
+  from pulse.outbox_claim_lane(
+         p_token => %s, p_worker => %s, p_topic => %s, p_generation => 0, p_lapses => 0::smallint,
+         p_priority => 0::smallint, p_next_run_at => '2000-01-01', p_seq => 0, p_limit => %s,
+         p_lease => make_interval(secs => %s), p_budget => 5, p_slots => 1000, p_try => 1)
+"""
 UNFINISHED = "status not in ('COMPLETED', 'DISCARDED')"
 
 
@@ -185,7 +192,10 @@ class Session:
             "select event_id, seq, ordering_key, lease_seq"
             "  from pulse.outbox_claim(%s, %s, %s, %s, make_interval(secs => %s))"
         )
-        rows = self.call("claim", query, *arguments, LEASE)
+        if self.dice.random() < 0.5:
+            rows = self.call("claim", query, *arguments, LEASE)
+        else:
+            rows = self.call("claim a lane", ONE_LANE, *arguments[:2], arguments[2][0], arguments[3], LEASE)
         if len(rows) > arguments[3]:
             raise AssertionError(f"{len(rows)} rows instead of {arguments[3]}")
         held = [
