@@ -273,7 +273,8 @@ end
 $$;
 
 -- Wakes the dispatchers that sleep and serve one of these topics. While all of them are busy this is one look at a table of
--- a few rows: a producer under load never reaches the lock that notifications share.
+-- a few rows: a producer under load never reaches the lock that notifications share. A single topic is named, so that who
+-- wakes up asks for it and for nothing else.
 create function pulse.outbox_wake(p_topics text[]) returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -287,7 +288,7 @@ begin
           and d.last_seen_at > clock_timestamp() - d.lease)      -- or it was killed in its sleep
      and pg_notification_queue_usage() < 0.5      -- a full queue would fail the producer's commit; polling is enough
   then
-    perform pg_notify('pulse_outbox_wake', '');
+    perform pg_notify('pulse_outbox_wake', case when cardinality(p_topics) = 1 then p_topics[1] else '' end);
   end if;
 end
 $$;
@@ -1061,7 +1062,7 @@ $$;
 
 -- The same for one lane, which is what most claims ask for, while its events wait for nothing but a slot: one statement then. A
 -- transaction's first look at an expression or a statement sets it up, which is most of what the long way costs an event that comes
--- alone. Where an ordering key is seen, or more budgets of one than slots, or nothing at all, the long way finds out why.
+-- alone. Where an ordering key is seen, or more budgets of one than slots, or a pause, the long way does what is to be done.
 -- The time is taken where the rows are written: whoever has to wait for the table has a lease that begins afterwards.
 create function pulse.outbox_claim_lane(
   p_token       uuid,
@@ -1142,7 +1143,20 @@ begin
             o.lapses, o.snoozes, o.alone, o.created_at, o.next_run_at,
             date_part('epoch', t.now - o.created_at);
 
-  if not found then
+  -- Not where there is nothing: somebody else was faster, or it is for later.
+  if not found
+     and exists (
+           select 1
+             from pulse.outbox i
+            where i.topic = p_topic
+              and i.generation = p_generation
+              and i.lapses = p_lapses
+              and i.priority = p_priority
+              and i.status in ('PENDING', 'RETRYING')
+              and not i.parked
+              and (i.next_run_at, i.seq) >= (least(p_next_run_at, v_now - interval '100 milliseconds'), p_seq)
+              and i.next_run_at <= v_now)
+  then
     return query
     select c.*
       from pulse.outbox_claim(

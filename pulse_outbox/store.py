@@ -236,11 +236,13 @@ class Store:
             "p_now": now,
         }
 
+        tries = 0
+
         def next_try() -> _Question:
-            nonlocal fresh
+            nonlocal fresh, tries
             arguments["p_fresh"] = is_first = fresh
             fresh = False  # whatever becomes of this try, the next one can't be certain
-            arguments["p_try"] = self._count_try(token)
+            arguments["p_try"] = tries = self._count_try(token, tries)
             if plain and is_first and lanes:
                 return self._question("outbox_claim_lane", _of_lane(arguments, topics, budgets, *lanes))
             return self._question("outbox_claim", arguments)
@@ -446,8 +448,9 @@ class Store:
 
     # Inside
 
-    def _count_try(self, token: UUID) -> int:
-        number = self._tries.pop(token, 0) + 1
+    def _count_try(self, token: UUID, before: int) -> int:
+        """The number of the next try. *before*: of the last one, as far as who asks now knows."""
+        number = max(before, self._tries.pop(token, 0)) + 1
         while len(self._tries) >= TRIES_REMEMBERED:
             del self._tries[next(iter(self._tries))]
         self._tries[token] = number

@@ -42,6 +42,10 @@ HEARING_NAP = 0.05
 """Producers that were told not to notify are told to again when the naps have become this long …"""
 DEAF_LONGEST = 5.0
 """… or after so many seconds: as much may come in fewer commits by now."""
+PREPARED_TOPICS = 8
+"""For how many topics, those that had work last, a claim is at hand while this sleeps."""
+PREPARED_FOR = 2.0
+"""How old such a claim may be before the next sleep, in seconds: it walks over all that has died since it was made."""
 
 
 STOPPING = "stopping"
@@ -56,6 +60,7 @@ class _ClaimCall:
     slots: int
     token: UUID
     claim: Asking[Claimed]
+    made_at: float
     at: float = 0.0
     """When it was first sent, on the monotonic clock: its leases are not older."""
     is_asked: bool = False
@@ -89,6 +94,7 @@ class Intake:
         self._settings = settings
         self._handlers = handlers
         self._topics = sorted(handlers)
+        self._may_concern = {"", *handlers}
         self._limited = any(handler.concurrency or handler.transactional for handler in handlers.values())
         self._transactional = [topic for topic in self._topics if handlers[topic].transactional]
         self._budgets = [handlers[topic].retry.max_attempts for topic in self._topics]
@@ -125,24 +131,34 @@ class Intake:
         self._alarm_at = 0.0
         self._calls: deque[_ClaimCall] = deque()
         """What was asked and not answered yet, in this order; at most two."""
-        self._prepared: _ClaimCall | None = None
-        """While this sleeps: what to ask when it is woken."""
+        self._is_asleep = False
+        """Nothing is under way, and only a wake-up or the time will change that."""
+        self._prepared: dict[str, _ClaimCall] = {}
+        """What to ask then, when it is woken for a topic."""
         self._backlog = False
         """The last claim brought a whole batch."""
         self._fruitless = False
         """The last claim found nothing of what was listed: somebody else has it locked."""
 
-    def wake(self, notifications: int = 0) -> None:
-        """There is new work, or there may be."""
-        call, self._prepared = self._prepared, None
-        if call is None or self._is_full() or call.slots != self._slots.free:
+    def wake(self, heard: Sequence[str] = ()) -> None:
+        """There is new work, or there may be. *heard*: the topic of each notification, or an empty text."""
+        self._noise.heard(len(heard), time.monotonic())
+        topics = set(heard)
+        if topics and topics.isdisjoint(self._may_concern):
+            return  # others serve it
+        [topic] = topics if len(topics) == 1 else {""}
+        call = self._prepared.pop(topic, None) if self._is_asleep else None
+        self._is_asleep = False
+        if call is None or self._is_full() or not self._fits(call):
+            if topic and not self._lanes.knows(topic):
+                self._guessed = True  # no lane that is known can be meant
+                self._looks.list_at_once()
             self._look()
         else:
             self._calls.append(call)
             self._send(call)
             self._guessed = True
             self._stirred.set()
-        self._noise.heard(notifications, time.monotonic())
 
     def listening(self, is_up: bool) -> None:
         """Whether notifications come in, from now on."""
@@ -276,7 +292,7 @@ class Intake:
             fresh=True,
             plain=plan.plain,
         )
-        return _ClaimCall(plan=plan, slots=slots, token=token, claim=claim)
+        return _ClaimCall(plan=plan, slots=slots, token=token, claim=claim, made_at=time.monotonic())
 
     def _send(self, call: _ClaimCall) -> None:
         # Suspects are claimed beside this, and share the limits of handlers.
@@ -297,6 +313,10 @@ class Intake:
             call.is_asked = False
             raise
         self._calls.popleft()
+        if len(claims) == 1:
+            self._prepared.pop(claims[0].topic, None)  # its lane has moved on
+        elif claims:
+            self._prepared.clear()
         self._backlog = len(claims) >= self._settings.batch
         self._fruitless = bool(call.plan.keys) and not claims
         if claims and self._looks.are_costly:
@@ -462,11 +482,12 @@ class Intake:
             self._deaf = False
             await self._say_sleeping(True)
         if not self._relist:  # a wake-up may have come while this was busy falling asleep
-            self._prepared = self._prepare()
+            self._prepare()
+            self._is_asleep = True
             try:
                 await self._sleep(max(0.0, min([now + longest, *self._lanes.due_after(now)]) - now))
             finally:
-                self._prepared = None
+                self._is_asleep = False
         self._needs_room = False
         if not self._got_room:
             self._nap = min(self._nap * 2, self._settings.seconds("poll"))
@@ -476,16 +497,31 @@ class Intake:
         elif not self._got_room:
             self._looks.list_at_once()
 
-    def _prepare(self) -> _ClaimCall | None:
-        """What to ask as soon as this is woken, if that can be known now: making it takes longer than sending it."""
-        if self._deaf or self._guessed or self._looks.are_costly or (wanted := self._wanted()) < 1:
-            return None
-        guess = self._guess(wanted)
-        if guess is None:
-            return None
-        call = self._call_of(guess, slots=self._slots.free)
-        call.claim.prepare()
-        return call
+    def _prepare(self) -> None:
+        """Makes ready what to ask as soon as this is woken for a topic: making it takes longer than sending it."""
+        now = time.monotonic()
+        before, self._prepared = self._prepared, {}
+        if self._deaf or self._guessed or self._looks.are_costly or self._is_full():
+            return
+        for topic in self._lanes.latest_topics(PREPARED_TOPICS):
+            call = before.get(topic)
+            if call is None or not self._fits(call) or now > call.made_at + PREPARED_FOR:
+                limit = self._at_once(topic)
+                guess = self._lanes.guess_at(topic, limit, now) if limit > 0 else None
+                if guess is None:
+                    continue
+                call = self._call_of(guess, slots=self._slots.free)
+                call.claim.prepare()
+            self._prepared[topic] = call
+
+    def _fits(self, call: _ClaimCall) -> bool:
+        """Whether a claim that was made for a topic earlier is what would be made now."""
+        [(topic, limit)] = call.plan.quotas.items()
+        return call.slots == self._slots.free and limit == self._at_once(topic)
+
+    def _at_once(self, topic: str) -> int:
+        """How many of a topic could start now."""
+        return min(self._settings.batch, self._slots.free, self._room_of(topic))
 
     def _mention_suspects_since(self, then: float) -> None:
         """Those that have become due since then: no listing comes to show them."""

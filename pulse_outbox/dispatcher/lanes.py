@@ -229,6 +229,19 @@ class Lanes:
             return ClaimPlan(limit=limit, lanes=None, keys=[], quotas={}) if anywhere else None
         return self._guess_from(self._recent, limit, {key.topic: limit for key in self._recent}, now)
 
+    def knows(self, topic: str) -> bool:
+        """Whether the topic had work lately."""
+        return any(key.topic == topic for key in self._known)
+
+    def latest_topics(self, number: int) -> list[str]:
+        """So many topics that had work lately, the latest first."""
+        return list(dict.fromkeys(key.topic for key in reversed(self._known)))[:number]
+
+    def guess_at(self, topic: str, limit: int, now: float) -> ClaimPlan | None:
+        """A claim without a listing from the lanes of one topic that had work lately; None where they are many."""
+        keys = [key for key in self._known if key.topic == topic]
+        return self._guess_from(keys, limit, {topic: limit}, now) if 0 < len(keys) <= GUESSED_LANES else None
+
     def guess_again(self, limit: int, room: Callable[[str], int], now: float) -> ClaimPlan | None:
         """A claim from all lanes that had work lately, the same share for every topic; None when there are none.
 
@@ -273,7 +286,7 @@ class Lanes:
     def note(self, plan: ClaimPlan, claims: Claimed) -> None:
         """Moves the lanes on after a claim (whose rows come in order)."""
         if plan.looks_far_at is not None:
-            self._looked_far_at = plan.looks_far_at
+            self._looked_far_at = max(self._looked_far_at, plan.looks_far_at)
         if plan.turns:
             served = Counter(claim.topic for claim in claims)
             # Where those that were asked before them took it all, it is still their turn.

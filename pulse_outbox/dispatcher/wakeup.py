@@ -11,7 +11,7 @@ from psycopg import sql
 from pulse_outbox.link import connection_string, shut_down
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 CHECK_INTERVAL = 5.0
 """How often a silent connection is asked whether it is still there, in seconds."""
@@ -19,18 +19,21 @@ CHECK_TIMEOUT = 3.0
 
 
 async def listen(
-    dsn: str, *, schema: str, wake: Callable[[int], None], connected: Callable[[bool], None]
+    dsn: str, *, schema: str, wake: Callable[[Sequence[str]], None], connected: Callable[[bool], None]
 ) -> None:
-    """Calls *wake* for notifications, with their number. Ends with an error when the connection no longer answers."""
+    """Calls *wake* for notifications, with the topic that each names, or an empty text.
+
+    Ends with an error when the connection no longer answers.
+    """
     conninfo = connection_string(dsn, "pulse-outbox listen")
     async with await psycopg.AsyncConnection.connect(
         conninfo, autocommit=True, prepare_threshold=None
     ) as conn:
-        conn.add_notify_handler(lambda _: wake(1))  # what comes along with an answer
+        conn.add_notify_handler(lambda notify: wake([notify.payload]))  # what comes along with an answer
         try:
             await _within(CHECK_TIMEOUT, conn, _start(conn, f"{schema}_outbox_wake"))
             connected(True)
-            wake(0)  # whatever was enqueued while nobody listened
+            wake(())  # whatever was enqueued while nobody listened
             while True:
                 await _hear(conn, wake, CHECK_INTERVAL)
                 # A connection can be dead without saying so: nothing but an answer shows that it lives.
@@ -39,7 +42,9 @@ async def listen(
             connected(False)
 
 
-async def _hear(conn: psycopg.AsyncConnection[Any], wake: Callable[[int], None], seconds: float) -> None:
+async def _hear(
+    conn: psycopg.AsyncConnection[Any], wake: Callable[[Sequence[str]], None], seconds: float
+) -> None:
     """Listens for so long. The socket itself calls *wake*: an event that comes alone waits for nothing in between."""
     loop = asyncio.get_running_loop()
     descriptor = conn.fileno()
@@ -52,9 +57,9 @@ async def _hear(conn: psycopg.AsyncConnection[Any], wake: Callable[[int], None],
             loop.remove_reader(descriptor)  # at once: the next socket that is opened may get its number
             lost.set_result(error)
             return
-        heard = 0
-        while conn.pgconn.notifies():
-            heard += 1
+        heard = []
+        while notify := conn.pgconn.notifies():
+            heard.append(notify.extra.decode(errors="replace"))
         if heard:
             wake(heard)
 

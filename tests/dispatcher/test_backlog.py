@@ -327,7 +327,7 @@ async def test_nothing_is_said_between_a_claim_and_its_answer(dsn, outbox: Outbo
         async with await psycopg.AsyncConnection.connect(dsn) as somebody:
             await somebody.execute("lock table pulse.dispatcher in exclusive mode")
             dispatcher._intake.listening(True)
-            dispatcher._intake.wake(1000)
+            dispatcher._intake.wake([""] * 1000)
 
             async def is_deaf() -> bool:
                 return dispatcher._intake._deaf

@@ -20,21 +20,22 @@ from tests.support.waiting import wait_until_async
 class Arrivals:
     """A handler that notes when it was called."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: Outbox, *topics: str) -> None:
         self.at: list[float] = []
         self._came = asyncio.Event()
-        outbox.handler("job")(self._handle)
+        for topic in topics or ("job",):
+            outbox.handler(topic)(self._handle)
 
     async def _handle(self, event: Event) -> None:
         self.at.append(time.monotonic())
         self._came.set()
 
-    async def latency(self, outbox: Outbox, table: Table, *, within: float = 10) -> float:
+    async def latency(self, outbox: Outbox, table: Table, topic: str = "job", *, within: float = 10) -> float:
         """Seconds from the commit of one event to its handler."""
         self._came.clear()
         await table.execute("select 1")
         started = time.monotonic()
-        await table.enqueue(outbox, "job")
+        await table.enqueue(outbox, topic)
         async with asyncio.timeout(within):
             await self._came.wait()
         return self.at[-1] - started
@@ -49,11 +50,11 @@ async def asleep(table: Table) -> None:
     await wait_until_async(sleeping)
 
 
-async def has_prepared(claims: intake.Intake) -> None:
+async def has_prepared(claims: intake.Intake, topic: str = "job") -> None:
     """Until it sleeps, with a claim at hand."""
 
     async def so() -> bool:
-        return claims._prepared is not None
+        return claims._is_asleep and topic in claims._prepared
 
     await wait_until_async(so)
 
@@ -83,11 +84,11 @@ async def test_a_notification_sends_the_claim_itself(dsn, outbox: Outbox, table:
         claims = dispatcher._intake
         await has_prepared(claims)
         before = time.monotonic()
-        claims.wake()
+        claims.wake(["job"])
         [call] = claims._calls
         assert call.is_under_way
         assert before <= call.at <= time.monotonic(), "leases begin when it is sent, not when it was made"
-        claims.wake()
+        claims.wake(["job"])
         assert list(claims._calls) == [call], "one claim, however many notifications"
 
         await has_prepared(claims)
@@ -102,34 +103,136 @@ async def test_a_claim_that_was_made_is_not_sent_while_claims_are_held(dsn, outb
     """A suspect runs alone, or the process ends."""
     arrivals = Arrivals(outbox)
     async with dispatching(outbox, dsn, poll=60) as dispatcher:
+        await arrivals.latency(outbox, table)
         await asleep(table)
         claims = dispatcher._intake
         await has_prepared(claims)
         assert await claims.hold("test")
         await table.enqueue(outbox, "job")
-        claims.wake()
+        claims.wake(["job"])
         assert not claims._calls
         claims.let_go("test")
-        await table.until("status = 'COMPLETED'", 1)
+        await table.until("status = 'COMPLETED'", 2)
 
-    assert len(arrivals.at) == 1
+    assert len(arrivals.at) == 2
 
 
 async def test_a_claim_that_was_made_for_other_slots_is_not_sent(dsn, outbox: Outbox, table: Table):
     """Jobs have ended since, and more can start: it would take too few. Or too many with a budget of one."""
     arrivals = Arrivals(outbox)
     async with dispatching(outbox, dsn, poll=60) as dispatcher:
+        await arrivals.latency(outbox, table)
         await asleep(table)
         claims = dispatcher._intake
         await has_prepared(claims)
-        assert claims._prepared is not None
-        claims._prepared.slots -= 1
-        claims.wake()
+        claims._prepared["job"].slots -= 1
+        claims.wake(["job"])
         assert not claims._calls
         await table.enqueue(outbox, "job")
-        await table.until("status = 'COMPLETED'", 1)
+        await table.until("status = 'COMPLETED'", 2)
 
-    assert len(arrivals.at) == 1
+    assert len(arrivals.at) == 2
+
+
+async def test_a_notification_asks_for_its_own_topic(dsn, outbox: Outbox, table: Table):
+    """Else every event of another topic than the last one would wait for a listing and a second claim."""
+    arrivals = Arrivals(outbox, "a", "b", "c")
+    async with dispatching(outbox, dsn, poll=60) as dispatcher:
+        for topic in "abc":
+            await arrivals.latency(outbox, table, topic)
+        claims = dispatcher._intake
+        await asleep(table)
+        for topic in "abcba":
+            await has_prepared(claims, topic)
+            assert set(claims._prepared) == {"a", "b", "c"}
+            claims.wake([topic])
+            [call] = claims._calls
+            assert [lane["topic"] for lane in call.plan.lanes or ()] == [topic]
+        await has_prepared(claims, "a")
+
+        claims.wake(["a", "b"])
+        assert not claims._calls, "two of them: a listing shows which"
+
+
+async def test_what_others_serve_wakes_nobody_here(dsn, outbox: Outbox, table: Table):
+    """Many dispatchers share one channel, each with topics of its own."""
+    arrivals = Arrivals(outbox)
+    async with dispatching(outbox, dsn, poll=60) as dispatcher:
+        await arrivals.latency(outbox, table)
+        await asleep(table)
+        claims = dispatcher._intake
+        await has_prepared(claims)
+        claims.wake(["somebody.else"])
+
+        assert claims._is_asleep
+        assert not claims._stirred.is_set()
+        claims.wake(["somebody.else", ""])
+        assert claims._stirred.is_set(), "nobody knows what that was about"
+
+
+async def test_a_claim_at_hand_keeps_to_its_handlers_limit(dsn, outbox: Outbox, table: Table):
+    """And is not sent where the limit is used up."""
+    running = asyncio.Semaphore(0)
+    end = asyncio.Event()
+
+    @outbox.handler("narrow", concurrency=2)
+    async def narrow(event: Event) -> None:
+        running.release()
+        await end.wait()
+
+    async with dispatching(outbox, dsn, poll=60) as dispatcher:
+        for _ in range(2):
+            await table.enqueue(outbox, "narrow")
+            async with asyncio.timeout(10):
+                await running.acquire()
+        claims = dispatcher._intake
+        assert not any(map(claims._fits, claims._prepared.values()))
+        for _ in range(3):
+            await table.enqueue(outbox, "narrow")
+        assert await table.count("status = 'RUNNING'") == 2
+        end.set()
+        await table.until("status = 'COMPLETED'", 5)
+        await has_prepared(claims, "narrow")
+
+        assert claims._prepared["narrow"].plan.limit == 2
+
+
+async def test_a_claim_at_hand_is_made_anew_when_its_lane_has_moved_on(
+    dsn, outbox: Outbox, table: Table, monkeypatch
+):
+    """It would walk over all that has died since. Others, that nobody asked for, are kept for a while."""
+    monkeypatch.setattr(intake, "PREPARED_FOR", 60.0)
+    arrivals = Arrivals(outbox, "a", "b")
+    async with dispatching(outbox, dsn, poll=60) as dispatcher:
+        for topic in "ab":
+            await arrivals.latency(outbox, table, topic)
+        claims = dispatcher._intake
+        await has_prepared(claims, "a")
+        before = dict(claims._prepared)
+        await table.execute(
+            "insert into pulse.outbox (event_id, topic, payload, idempotency_key)"
+            " select id, 'b', '{}', id::text from gen_random_uuid() as id"
+        )
+        claims.wake([""])  # so that it is found in another way
+        await table.until("status = 'COMPLETED'", 3)
+        await has_prepared(claims, "b")
+
+        assert claims._prepared["a"] is before["a"]
+        assert claims._prepared["b"] is not before["b"]
+        monkeypatch.setattr(intake, "PREPARED_FOR", 0.0)
+        await arrivals.latency(outbox, table, "b")
+        await has_prepared(claims, "a")
+        assert claims._prepared["a"] is not before["a"], "too old"
+
+
+async def test_an_event_of_a_topic_that_never_had_one_is_found_at_once(dsn, outbox: Outbox, table: Table):
+    """No lane that is known can be meant: asking them first would be a waste."""
+    arrivals = Arrivals(outbox, "a", "new")
+    async with dispatching(outbox, dsn, poll=60):
+        await arrivals.latency(outbox, table, "a")
+        await asleep(table)
+
+        assert await arrivals.latency(outbox, table, "new") < 1
 
 
 async def test_without_notify_polling_is_enough(dsn, outbox: Outbox, table: Table):
@@ -298,7 +401,7 @@ async def test_a_dispatcher_does_not_stay_deaf_under_a_load_of_few_commits(
 
         async def deaf() -> bool:
             if hasattr(dispatcher, "_intake"):
-                dispatcher._intake.wake(100)
+                dispatcher._intake.wake([""] * 100)
             return bool(await table.execute("select 1 from pulse.dispatcher where not sleeping"))
 
         await wait_until_async(deaf)

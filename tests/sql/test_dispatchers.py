@@ -20,6 +20,18 @@ def heard(listener):
     return len(list(listener.conn.notifies(timeout=0.05)))
 
 
+def test_a_notification_names_a_single_topic(outbox, listener):
+    """Who is woken asks for that one at once; of several, only a listing shows which have work."""
+    outbox.call("dispatcher_seen", "w1", "host-a", 17, "0.1.0", ["mail", "fax"], None, 0, True)
+    outbox.enqueue("mail")
+    outbox.call("outbox_wake", ["fax"])
+    outbox.call("outbox_wake", ["mail", "fax"])
+
+    listener.conn.execute("select 1")
+    payloads = [notify.payload for notify in listener.conn.notifies(timeout=5, stop_after=3)]
+    assert payloads == ["mail", "fax", ""]
+
+
 def workers(outbox):
     return {row["worker"]: row for row in outbox.conn.execute("select * from pulse.dispatcher").fetchall()}
 
