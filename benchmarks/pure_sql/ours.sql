@@ -13,17 +13,20 @@ begin
     v_token := gen_random_uuid();
     select array_agg(c.event_id), max(c.next_run_at), max(c.seq)
       into v_ids, v_due, v_seq
-      from pulse.outbox_claim(
-             p_token  => v_token,
-             p_worker => 'pure sql',
-             p_topics => '{bench}',
-             p_limit  => v_batch,
-             p_slots  => v_batch,
-             p_fresh  => true,
-             p_try    => 1,
-             p_lanes  => jsonb_build_array(jsonb_build_object(
-               'topic', 'bench', 'generation', 0, 'lapses', 0, 'priority', 0, 'quota', v_batch,
-               'next_run_at', coalesce(v_due, '-infinity'), 'seq', coalesce(v_seq, 0)))) as c;
+      from pulse.outbox_claim_lane(
+             p_token       => v_token,
+             p_worker      => 'pure sql',
+             p_topic       => 'bench',
+             p_generation  => 0,
+             p_lapses      => 0::smallint,
+             p_priority    => 0::smallint,
+             p_next_run_at => coalesce(v_due, '-infinity'),
+             p_seq         => coalesce(v_seq, 0),
+             p_limit       => v_batch,
+             p_lease       => '30 seconds',
+             p_budget      => 5,
+             p_slots       => v_batch,
+             p_try         => 1) as c;
     commit;
     exit when v_ids is null;
     perform pulse.outbox_complete(

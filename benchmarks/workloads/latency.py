@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.bench import Bench, Entry, Outcome, Workload, everyone
+from benchmarks.bench import Bench, Entry, Outcome, Workload, everyone, ours
 from benchmarks.driver import Task
-from benchmarks.environments import OURS
+from benchmarks.environments import OURS, Peer
 from benchmarks.measures import latency_metrics, thinned
 from benchmarks.postgres import observed, rows, vacuum_held_back
 
@@ -148,6 +148,12 @@ def _add_completions(outcome: Outcome, dsn: str, commits: Mapping[int, float]) -
     outcome.latencies["commit to durable completion"] = thinned(waits)
 
 
+def _of_many_topics(peers: Sequence[Peer]) -> list[Entry]:
+    if not any(peer.key == OURS for peer in peers):
+        return []
+    return [ours(f"{number} topics", topics=number) for number in (1, 8, 30)]
+
+
 WORKLOADS = (
     Workload(
         name="idle-latency",
@@ -156,6 +162,15 @@ WORKLOADS = (
         entries=everyone,
         run=idle,
         sizes={"count": 1000, "rate": 50.0, "concurrency": 100, "batch": 500},
+        quick={"count": 100},
+    ),
+    Workload(
+        name="idle-topics",
+        title="Idle latency of a dispatcher of many topics",
+        better="-p50_ms",
+        entries=_of_many_topics,
+        run=idle,
+        sizes={"count": 600, "rate": 50.0, "concurrency": 100, "batch": 500},
         quick={"count": 100},
     ),
     Workload(

@@ -10,7 +10,6 @@ from typing import Any
 from uuid import uuid4
 
 import psycopg
-from psycopg.types.json import Jsonb
 
 from benchmarks.bench import Bench, Entry, Outcome, Workload, ours
 from benchmarks.driver import Task
@@ -77,17 +76,8 @@ class _Queue:
         listed = time.perf_counter() - began
         token = uuid4()
         due, seq = self._place
-        lane = {
-            "topic": "bench",
-            "generation": 0,
-            "lapses": 0,
-            "priority": 0,
-            "quota": batch,
-            "next_run_at": due.isoformat(),
-            "seq": seq,
-        }
         began = time.perf_counter()
-        claimed = self._conn.execute(_CLAIM, [token, batch, batch, Jsonb([lane])]).fetchall()
+        claimed = self._conn.execute(_CLAIM, [token, due, seq, batch, batch]).fetchall()
         seconds = time.perf_counter() - began
         assert len(claimed) == batch
         self._place = max((due, seq + 1) for _, due, seq in claimed)
@@ -111,8 +101,10 @@ select made.id, 'bench', jsonb_build_object('n', made.n), made.id::text
 """
 _CLAIM = """
 select event_id, next_run_at, seq
-  from pulse.outbox_claim(p_token => %s::uuid, p_worker => 'bench', p_topics => '{bench}', p_limit => %s,
-                          p_slots => %s, p_lanes => %s::jsonb, p_fresh => true)
+  from pulse.outbox_claim_lane(
+         p_token => %s::uuid, p_worker => 'bench', p_topic => 'bench', p_generation => 0, p_lapses => 0::smallint,
+         p_priority => 0::smallint, p_next_run_at => %s, p_seq => %s, p_limit => %s, p_lease => '30 s',
+         p_budget => 5, p_slots => %s, p_try => 1)
 """
 
 

@@ -42,7 +42,7 @@ HEARING_NAP = 0.05
 """Producers that were told not to notify are told to again when the naps have become this long …"""
 DEAF_LONGEST = 5.0
 """… or after so many seconds: as much may come in fewer commits by now."""
-PREPARED_TOPICS = 8
+PREPARED_TOPICS = 32
 """For how many topics, those that had work last, a claim is at hand while this sleeps."""
 PREPARED_FOR = 2.0
 """How old such a claim may be before the next sleep, in seconds: it walks over all that has died since it was made."""

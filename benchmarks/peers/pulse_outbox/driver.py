@@ -59,14 +59,12 @@ class Ours:
         await running
 
 
+def topics_of(task: Task) -> list[str]:
+    return [TOPIC, *(f"{TOPIC}-{number}" for number in range(1, task.option("topics", 1)))]
+
+
 def outbox_for(task: Task, run: Run) -> Outbox:
     outbox = Outbox(max_payload_bytes=200_000_000)
-    register = outbox.handler(
-        TOPIC,
-        completed="delete" if task.option("delete") else "keep",
-        retry=RetryPolicy(base_delay=0.1, max_delay=0.1),
-        timeout=task.option("timeout", 30),
-    )
 
     async def noop(event: Event[dict[str, Any]]) -> None:
         run.tick()
@@ -91,7 +89,14 @@ def outbox_for(task: Task, run: Run) -> Outbox:
             case _:
                 run.tick()
 
-    register({"noop": noop, "io": wait, "sync": plain, "record": record, "fail": fail}[task.handler])
+    handler = {"noop": noop, "io": wait, "sync": plain, "record": record, "fail": fail}[task.handler]
+    for topic in topics_of(task):
+        outbox.handler(
+            topic,
+            completed="delete" if task.option("delete") else "keep",
+            retry=RetryPolicy(base_delay=0.1, max_delay=0.1),
+            timeout=task.option("timeout", 30),
+        )(handler)
     return outbox
 
 
@@ -101,11 +106,12 @@ class Producing:
         self._outbox = Outbox(max_payload_bytes=200_000_000)
         self._connection = psycopg.connect(task.dsn, autocommit=True)
         self._keys = task.option("keys")
+        self._topics = topics_of(task)
 
     async def one(self, number: int) -> None:
         self._outbox.enqueue(
             self._connection,
-            TOPIC,
+            self._topics[number % len(self._topics)],
             payload_of(number, self._task.payload),
             ordering_key=self._key(number),
             outside_transaction=True,
