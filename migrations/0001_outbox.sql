@@ -1062,7 +1062,7 @@ $$;
 
 -- The same for one lane, which is what most claims ask for, while its events wait for nothing but a slot: one statement then. A
 -- transaction's first look at an expression or a statement sets it up, which is most of what the long way costs an event that comes
--- alone. Where an ordering key is seen, or more budgets of one than slots, or a pause, the long way does what is to be done.
+-- alone. Where an ordering key is seen, or more budgets of one than slots, the long way does what is to be done.
 -- The time is taken where the rows are written: whoever has to wait for the table has a lease that begins afterwards.
 create function pulse.outbox_claim_lane(
   p_token       uuid,
@@ -1143,7 +1143,7 @@ begin
             o.lapses, o.snoozes, o.alone, o.created_at, o.next_run_at,
             date_part('epoch', t.now - o.created_at);
 
-  -- Not where there is nothing: somebody else was faster, or it is for later.
+  -- Not where somebody else was faster, or what there is is for later or paused: the long way would find nothing either.
   if not found
      and exists (
            select 1
@@ -1155,7 +1155,8 @@ begin
               and i.status in ('PENDING', 'RETRYING')
               and not i.parked
               and (i.next_run_at, i.seq) >= (least(p_next_run_at, v_now - interval '100 milliseconds'), p_seq)
-              and i.next_run_at <= v_now)
+              and i.next_run_at <= v_now
+              and (i.ordering_key is not null or coalesce(i.producer_max_attempts, p_budget) = 1))
   then
     return query
     select c.*

@@ -243,7 +243,7 @@ class Store:
             arguments["p_fresh"] = is_first = fresh
             fresh = False  # whatever becomes of this try, the next one can't be certain
             arguments["p_try"] = tries = self._count_try(token, tries)
-            if plain and is_first and lanes:
+            if plain and is_first and lanes and budgets:
                 return self._question("outbox_claim_lane", _of_lane(arguments, topics, budgets, *lanes))
             return self._question("outbox_claim", arguments)
 
@@ -562,7 +562,7 @@ class Asking(Generic[T]):
 
 
 def _of_lane(
-    claim: Mapping[str, object], topics: Sequence[str], budgets: Sequence[int] | None, lane: Mapping[str, Any]
+    claim: Mapping[str, object], topics: Sequence[str], budgets: Sequence[int], lane: Mapping[str, Any]
 ) -> dict[str, object]:
     """The arguments of outbox_claim_lane, of those of the claim and its only lane."""
     return {
@@ -576,7 +576,7 @@ def _of_lane(
         "p_seq": lane["seq"],
         "p_limit": min(claim["p_limit"], lane["quota"]),
         "p_lease": claim["p_lease"],
-        "p_budget": budgets[topics.index(lane["topic"])] if budgets else None,
+        "p_budget": budgets[topics.index(lane["topic"])],
         "p_slots": claim["p_slots"],
         "p_try": claim["p_try"],
         "p_now": claim["p_now"],

@@ -13,6 +13,7 @@ from pulse_outbox.dispatcher.jobs import Job, Released, once_first
 from pulse_outbox.dispatcher.lanes import Lanes
 from pulse_outbox.dispatcher.pace import Looks, Noise, Rate
 from pulse_outbox.dispatcher.transactions import POOL_SIZE as TRANSACTIONS
+from pulse_outbox.dispatcher.wakeup import commits_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pulse_outbox.dispatcher.settling import Settler
     from pulse_outbox.dispatcher.slots import Slots
     from pulse_outbox.dispatcher.state import Tally
+    from pulse_outbox.dispatcher.wakeup import Heard
     from pulse_outbox.handlers import Handler
     from pulse_outbox.store import Asking, Claim, Claimed, Listing, Store
 
@@ -140,17 +142,17 @@ class Intake:
         self._fruitless = False
         """The last claim found nothing of what was listed: somebody else has it locked."""
 
-    def wake(self, heard: Sequence[str] = ()) -> None:
-        """There is new work, or there may be. *heard*: the topic of each notification, or an empty text."""
-        self._noise.heard(len(heard), time.monotonic())
-        topics = set(heard)
-        if topics and topics.isdisjoint(self._may_concern):
+    def wake(self, heard: Sequence[Heard] = ()) -> None:
+        """There is new work, or there may be."""
+        self._noise.heard(commits_of(heard), time.monotonic())
+        topics = {topic for topic, _ in heard} & self._may_concern
+        if heard and not topics:
             return  # others serve it
         [topic] = topics if len(topics) == 1 else {""}
         call = self._prepared.pop(topic, None) if self._is_asleep else None
-        self._is_asleep = False
+        was_asleep, self._is_asleep = self._is_asleep, False
         if call is None or self._is_full() or not self._fits(call):
-            if topic and not self._lanes.knows(topic):
+            if topic and was_asleep and not self._looks.are_costly and not self._lanes.knows(topic):
                 self._guessed = True  # no lane that is known can be meant
                 self._looks.list_at_once()
             self._look()

@@ -108,10 +108,10 @@ class Noise:
         self._since = 0.0
         self._count = 0
 
-    def heard(self, notifications: int, now: float) -> None:
-        """So many notifications have come."""
+    def heard(self, commits: int, now: float) -> None:
+        """Notifications of so many commits have come."""
         if self.is_listening:
-            self._add(notifications, now)
+            self._add(commits, now)
 
     def claimed(self, events: int, now: float) -> None:
         """So many events were claimed."""

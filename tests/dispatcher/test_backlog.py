@@ -13,6 +13,7 @@ import pytest
 from pulse_outbox import Dispatcher, Event, NewEvent, Outbox, RetryPolicy
 from pulse_outbox.dispatcher import pace
 from pulse_outbox.dispatcher.intake import Intake
+from pulse_outbox.dispatcher.wakeup import Heard
 from pulse_outbox.storage_retry import StorageRetries
 from pulse_outbox.store import Asking, Claimed, Store
 from tests.support.asking import Around
@@ -327,7 +328,7 @@ async def test_nothing_is_said_between_a_claim_and_its_answer(dsn, outbox: Outbo
         async with await psycopg.AsyncConnection.connect(dsn) as somebody:
             await somebody.execute("lock table pulse.dispatcher in exclusive mode")
             dispatcher._intake.listening(True)
-            dispatcher._intake.wake([""] * 1000)
+            dispatcher._intake.wake([Heard("", number) for number in range(1000)])
 
             async def is_deaf() -> bool:
                 return dispatcher._intake._deaf

@@ -12,9 +12,15 @@ from psycopg.conninfo import make_conninfo
 
 from pulse_outbox import Event, NewEvent, Outbox
 from pulse_outbox.dispatcher import intake, pace, wakeup
+from pulse_outbox.dispatcher.wakeup import Heard, commits_of
 from tests.support.dispatching import Table, dispatching
 from tests.support.proxy import proxied
 from tests.support.waiting import wait_until_async
+
+
+def heard(*topics: str) -> list[Heard]:
+    """Notifications of one commit."""
+    return [Heard(topic, 1) for topic in topics]
 
 
 class Arrivals:
@@ -84,11 +90,11 @@ async def test_a_notification_sends_the_claim_itself(dsn, outbox: Outbox, table:
         claims = dispatcher._intake
         await has_prepared(claims)
         before = time.monotonic()
-        claims.wake(["job"])
+        claims.wake(heard("job"))
         [call] = claims._calls
         assert call.is_under_way
         assert before <= call.at <= time.monotonic(), "leases begin when it is sent, not when it was made"
-        claims.wake(["job"])
+        claims.wake(heard("job"))
         assert list(claims._calls) == [call], "one claim, however many notifications"
 
         await has_prepared(claims)
@@ -109,7 +115,7 @@ async def test_a_claim_that_was_made_is_not_sent_while_claims_are_held(dsn, outb
         await has_prepared(claims)
         assert await claims.hold("test")
         await table.enqueue(outbox, "job")
-        claims.wake(["job"])
+        claims.wake(heard("job"))
         assert not claims._calls
         claims.let_go("test")
         await table.until("status = 'COMPLETED'", 2)
@@ -126,7 +132,7 @@ async def test_a_claim_that_was_made_for_other_slots_is_not_sent(dsn, outbox: Ou
         claims = dispatcher._intake
         await has_prepared(claims)
         claims._prepared["job"].slots -= 1
-        claims.wake(["job"])
+        claims.wake(heard("job"))
         assert not claims._calls
         await table.enqueue(outbox, "job")
         await table.until("status = 'COMPLETED'", 2)
@@ -145,12 +151,12 @@ async def test_a_notification_asks_for_its_own_topic(dsn, outbox: Outbox, table:
         for topic in "abcba":
             await has_prepared(claims, topic)
             assert set(claims._prepared) == {"a", "b", "c"}
-            claims.wake([topic])
+            claims.wake(heard(topic))
             [call] = claims._calls
             assert [lane["topic"] for lane in call.plan.lanes or ()] == [topic]
         await has_prepared(claims, "a")
 
-        claims.wake(["a", "b"])
+        claims.wake(heard("a", "b"))
         assert not claims._calls, "two of them: a listing shows which"
 
 
@@ -162,11 +168,11 @@ async def test_what_others_serve_wakes_nobody_here(dsn, outbox: Outbox, table: T
         await asleep(table)
         claims = dispatcher._intake
         await has_prepared(claims)
-        claims.wake(["somebody.else"])
+        claims.wake(heard("somebody.else"))
 
         assert claims._is_asleep
         assert not claims._stirred.is_set()
-        claims.wake(["somebody.else", ""])
+        claims.wake(heard("somebody.else", ""))
         assert claims._stirred.is_set(), "nobody knows what that was about"
 
 
@@ -213,7 +219,7 @@ async def test_a_claim_at_hand_is_made_anew_when_its_lane_has_moved_on(
             "insert into pulse.outbox (event_id, topic, payload, idempotency_key)"
             " select id, 'b', '{}', id::text from gen_random_uuid() as id"
         )
-        claims.wake([""])  # so that it is found in another way
+        claims.wake(heard(""))  # so that it is found in another way
         await table.until("status = 'COMPLETED'", 3)
         await has_prepared(claims, "b")
 
@@ -401,7 +407,7 @@ async def test_a_dispatcher_does_not_stay_deaf_under_a_load_of_few_commits(
 
         async def deaf() -> bool:
             if hasattr(dispatcher, "_intake"):
-                dispatcher._intake.wake([""] * 100)
+                dispatcher._intake.wake([Heard("", number) for number in range(100)])
             return bool(await table.execute("select 1 from pulse.dispatcher where not sleeping"))
 
         await wait_until_async(deaf)
@@ -453,13 +459,13 @@ async def test_no_notification_is_lost_while_the_listener_is_asked_whether_it_li
 ):
     """It comes with the answer, behind it, or between the two: each way is another reader's."""
     monkeypatch.setattr(wakeup, "CHECK_INTERVAL", interval)
-    heard = asyncio.Event()
+    came = asyncio.Event()
     up = asyncio.Event()
     listening = asyncio.create_task(
         wakeup.listen(
             dsn,
             schema="pulse",
-            wake=lambda _: heard.set(),
+            wake=lambda _: came.set(),
             connected=lambda is_up: up.set() if is_up else None,
         )
     )
@@ -467,9 +473,76 @@ async def test_no_notification_is_lost_while_the_listener_is_asked_whether_it_li
         async with asyncio.timeout(20):
             await up.wait()
             for _ in range(300):
-                heard.clear()
+                came.clear()
                 await table.execute("select pg_notify('pulse_outbox_wake', '')")
-                await heard.wait()
+                await came.wait()
     finally:
         listening.cancel()
         await asyncio.wait({listening})
+
+
+def test_commits_are_counted_and_not_the_topics_that_they_name():
+    """A transaction of sixty topics makes no more noise than one of a single topic."""
+    assert commits_of([]) == 0
+    assert commits_of(heard(*map(str, range(60)))) == 1
+    assert commits_of(heard("a", "a", "a")) == 3, "one commit names no topic twice"
+    assert commits_of([Heard("a", 1), Heard("b", 2), Heard("c", 2), Heard("a", 1)]) == 3
+
+
+@pytest.mark.parametrize("encoding", ["latin1", "utf8"])
+async def test_topics_are_heard_whatever_encoding_the_application_wants(
+    dsn, outbox: Outbox, table: Table, encoding: str
+):
+    """Also those that this encoding could not hold and that only others serve."""
+    arrivals = Arrivals(outbox, "zahlung.ausgeführt")
+    async with dispatching(outbox, make_conninfo(dsn, client_encoding=encoding), poll=60):
+        await arrivals.latency(outbox, table, "zahlung.ausgeführt")
+        await asleep(table)
+        await table.execute("select pg_notify('pulse_outbox_wake', '支付')")
+
+        assert await arrivals.latency(outbox, table, "zahlung.ausgeführt") < 1
+
+
+async def test_events_that_never_run_here_force_no_listings(dsn, outbox: Outbox, table: Table, monkeypatch):
+    """Their topics stay unknown: where listings are costly, or all slots are busy, each would cost one."""
+    listings = 0
+    ask = intake.Intake._ask_for_lanes
+
+    def counting(self):
+        nonlocal listings
+        listings += 1
+        return ask(self)
+
+    monkeypatch.setattr(intake.Intake, "_ask_for_lanes", counting)
+    end, begun = asyncio.Event(), asyncio.Event()
+
+    @outbox.handler("busy")
+    async def busy(event: Event) -> None:
+        begun.set()
+        await end.wait()
+
+    @outbox.handler("unknown")
+    async def unknown(event: Event) -> None: ...
+
+    async with dispatching(outbox, dsn, poll=60, concurrency=1) as dispatcher:
+        await table.enqueue(outbox, "busy")
+        async with asyncio.timeout(10):
+            await begun.wait()
+        await asyncio.sleep(0.2)  # until it waits for room
+        before = listings
+        for _ in range(50):
+            dispatcher._intake.wake(heard("unknown"))
+            await asyncio.sleep(0.002)
+        full = listings - before
+        end.set()
+        await table.until("status = 'COMPLETED'", 1)
+        await asleep(table)
+        claims = dispatcher._intake
+        claims._looks.are_costly = True
+        claims._looks._listed_at = time.monotonic()
+        claims._is_asleep = True
+        claims.wake(heard("unknown"))
+        costly = claims._looks._listed_at
+
+    assert full <= 1
+    assert costly > 0, "no listing is forced"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -151,13 +152,47 @@ def test_suspects_of_several_lapses_run_alone(outbox):
     assert row["alone"]
 
 
-@pytest.mark.parametrize("missing", ["worker", "limit", "lease"])
+@pytest.mark.parametrize("missing", ["worker", "lease", "budget"])
 def test_needs_its_arguments(outbox, missing):
-    """A limit that is missing is not the whole table."""
     outbox.enqueue()
 
     with pytest.raises(psycopg.Error):
         outbox.claim_lane(**{f"p_{missing}": None})
+
+
+def test_a_limit_that_is_missing_is_not_the_whole_table(outbox):
+    outbox.enqueue()
+
+    assert outbox.claim_lane(p_limit=None) == []
+
+
+@pytest.mark.parametrize("why", ["locked", "paused", "nothing"])
+def test_what_the_long_way_would_not_find_either_is_not_looked_for_again(outbox, session, why):
+    """With many dispatchers each notification has one who is first, and many who come for nothing."""
+    if why != "nothing":
+        outbox.enqueue()
+    if why == "paused":
+        outbox.pause()
+    somebody = session()
+    with without_the_long_way(outbox):
+        with somebody.conn.transaction():
+            somebody.conn.execute("select from pulse.outbox for update")
+
+            assert outbox.claim_lane() == []
+
+        outbox.resume()
+        outbox.enqueue(key="k")
+        with pytest.raises(psycopg.errors.UndefinedFunction):
+            outbox.claim_lane()  # the control: there is a reason
+
+
+@contextlib.contextmanager
+def without_the_long_way(outbox):
+    outbox.conn.execute("alter function pulse.outbox_claim rename to outbox_claim_elsewhere")
+    try:
+        yield
+    finally:
+        outbox.conn.execute("alter function pulse.outbox_claim_elsewhere rename to outbox_claim")
 
 
 def test_repeated_as_outbox_claim_it_returns_the_same_rows(outbox):
