@@ -260,9 +260,10 @@ class _Line:
             self.end(error)
             raise
         self._questions.append(question)
-        if len(self._questions) == 1:
+        is_first = len(self._questions) == 1
+        self._write()  # before anything else: the server may begin
+        if is_first and self._questions:
             self._set_deadline()
-        self._write()
         return question.answer
 
     def _send(self, question: _Question, written: Written) -> None:

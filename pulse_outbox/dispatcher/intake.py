@@ -144,23 +144,24 @@ class Intake:
 
     def wake(self, heard: Sequence[Heard] = ()) -> None:
         """There is new work, or there may be."""
-        self._noise.heard(commits_of(heard), time.monotonic())
         topics = {topic for topic, _ in heard} & self._may_concern
-        if heard and not topics:
-            return  # others serve it
-        [topic] = topics if len(topics) == 1 else {""}
+        if topics or not heard:  # else others serve it
+            self._wake_for(topics.pop() if len(topics) == 1 else "")
+        self._noise.heard(commits_of(heard), time.monotonic())
+
+    def _wake_for(self, topic: str) -> None:
         call = self._prepared.pop(topic, None) if self._is_asleep else None
         was_asleep, self._is_asleep = self._is_asleep, False
-        if call is None or self._is_full() or not self._fits(call):
-            if topic and was_asleep and not self._looks.are_costly and not self._lanes.knows(topic):
-                self._guessed = True  # no lane that is known can be meant
-                self._looks.list_at_once()
-            self._look()
-        else:
+        if call is not None and self._fits(call) and not self._is_full():
+            self._send(call)  # first: the server may begin
             self._calls.append(call)
-            self._send(call)
             self._guessed = True
             self._stirred.set()
+            return
+        if topic and was_asleep and not self._looks.are_costly and not self._lanes.knows(topic):
+            self._guessed = True  # no lane that is known can be meant
+            self._looks.list_at_once()
+        self._look()
 
     def listening(self, is_up: bool) -> None:
         """Whether notifications come in, from now on."""
