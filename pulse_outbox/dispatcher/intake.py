@@ -153,8 +153,8 @@ class Intake:
         call = self._prepared.pop(topic, None) if self._is_asleep else None
         was_asleep, self._is_asleep = self._is_asleep, False
         if call is not None and self._fits(call) and not self._is_full():
-            self._send(call)  # first: the server may begin
             self._calls.append(call)
+            self._send(call)
             self._guessed = True
             self._stirred.set()
             return

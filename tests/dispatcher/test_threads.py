@@ -119,16 +119,16 @@ async def test_a_call_that_a_thread_is_at_can_not_be_withdrawn(threads: Threads)
 
 
 async def test_closed_it_calls_nothing_more_and_its_threads_end(threads: Threads):
-    begun, go = threading.Event(), threading.Event()
+    all_begun, go = threading.Barrier(3), threading.Event()
     called: list[int] = []
 
     def work() -> None:
-        begun.set()
+        all_begun.wait(PATIENCE)
         go.wait(PATIENCE)
 
-    busy = [threads.call(work), threads.call(go.wait, PATIENCE)]
+    busy = [threads.call(work) for _ in range(2)]
     waiting = threads.call(called.append, 1)
-    await asyncio.to_thread(begun.wait, PATIENCE)
+    await asyncio.to_thread(all_begun.wait, PATIENCE)
     threads.close()
 
     assert waiting.answer.cancelled()
