@@ -1096,7 +1096,7 @@ as $$
 declare
   v_now timestamptz;
 begin
-  -- As in outbox_claim: behind this, a repeated call is seen. As a condition it costs a third of what `perform` does.
+  -- As in outbox_claim: behind this, a repeated call is seen. A condition, since `perform` would be a statement.
   if pg_advisory_xact_lock(hashtextextended(p_token::text, 0)) is not null then
     v_now := coalesce(p_now, clock_timestamp());
   end if;

@@ -528,7 +528,11 @@ async def test_events_that_never_run_here_force_no_listings(dsn, outbox: Outbox,
         await table.enqueue(outbox, "busy")
         async with asyncio.timeout(10):
             await begun.wait()
-        await asyncio.sleep(0.2)  # until it waits for room
+
+        async def waits_for_room() -> bool:
+            return dispatcher._intake._needs_room
+
+        await wait_until_async(waits_for_room)
         before = listings
         for _ in range(50):
             dispatcher._intake.wake(heard("unknown"))
