@@ -140,6 +140,7 @@ class Slots:
             await asyncio.wait(tasks, timeout=CANCEL_PATIENCE)
 
     async def _work(self, slot: Slot) -> None:
+        assert slot.task is not None
         while not self._closing:  # a handler may have swallowed the cancellation that was meant for the slot
             now = time.monotonic()
             if now >= self._slice_end and self._queue and not self._slice_over:
@@ -153,7 +154,12 @@ class Slots:
                     if job.withdraw():
                         self._deliver(Released(job))  # somebody else may be running it by now
                 elif job.start():  # or it was withdrawn from outside while it waited here
-                    outcome = await self._run(slot, job, now)
+                    outcome = self._begin(job)
+                    if isinstance(outcome, Attempt):
+                        outcome = await self._finish(slot, job, outcome, now)
+                    elif slot.task.cancelling():
+                        await self._forget_cancellation(slot.task)
+                    self.ended += 1
                     job.stage = "finished"
                     if outcome is not None:
                         self._deliver(outcome)
@@ -180,26 +186,30 @@ class Slots:
         self._slice_over = False
         self._wake(1)
 
-    async def _run(self, slot: Slot, job: Job, now: float) -> Outcome | None:
-        """One job in one slot; None when it was settled before it ended."""
+    def _begin(self, job: Job) -> Outcome | Attempt | None:
+        """Runs a job until its handler waits for something. One that never does, as most, needs nothing of its slot."""
+        try:
+            return self._runner.begin(job)
+        except BaseException as error:
+            return self._escaped(job, error)
+
+    async def _finish(self, slot: Slot, job: Job, attempt: Attempt, now: float) -> Outcome | None:
+        """The rest of a job that was begun at *now*; None when it was settled before it ended."""
+        assert slot.task is not None
         slot.job = job
         self._running += 1
         if job.handler.timeout is not None and not job.handler.transactional:
             slot.deadline = now + job.handler.timeout
+        self._wake(WAKE_ON)
         try:
             try:
-                outcome = self._runner.begin(job)
-                if isinstance(outcome, Attempt):
-                    self._wake(WAKE_ON)
-                    outcome = await outcome
+                outcome = await attempt
             except BaseException as error:
                 outcome = self._escaped(job, error)
-            assert slot.task is not None
             if slot.task.cancelling():
                 await self._forget_cancellation(slot.task)
         finally:
             self._running -= 1
-            self.ended += 1
             slot.job, slot.deadline = None, None
             expired, slot.expired_at = slot.expired_at, None
             early, slot.settled_early = slot.settled_early, False
