@@ -52,25 +52,27 @@ class Claim(NamedTuple):
 
     event_id: UUID
     seq: int
-    topic: str
     payload: str
-    headers: str
+    headers: str | None
+    """None: there are none."""
     source: str | None
     target: str | None
     idempotency_key: str
     ordering_key: str | None
-    priority: int
-    generation: int
     attempts: int
     max_attempts: int
     lease_seq: int
-    lapses: int
     snoozes: int
-    alone: bool
     created_at: datetime
     next_run_at: datetime
     age: float
     """Seconds since it was created, when it was claimed, on the database's clock."""
+    # What all of a lane have in common, so that a claim of one lane has no need to be told.
+    topic: str
+    generation: int
+    lapses: int
+    priority: int
+    alone: bool
     token: UUID
 
 
@@ -237,19 +239,24 @@ class Store:
         }
 
         tries = 0
+        known: tuple[object, ...] = ()
 
         def next_try() -> _Question:
-            nonlocal fresh, tries
+            nonlocal fresh, tries, known
             arguments["p_fresh"] = is_first = fresh
             fresh = False  # whatever becomes of this try, the next one can't be certain
             arguments["p_try"] = tries = self._count_try(token, tries)
             if plain and is_first and lanes and budgets:
-                return self._question("outbox_claim_lane", _of_lane(arguments, topics, budgets, *lanes))
+                [lane] = lanes
+                known = _known_of(lane)
+                return self._question("outbox_claim_lane", _of_lane(arguments, topics, budgets, lane))
+            known = ()
             return self._question("outbox_claim", arguments)
 
-        return Asking(
-            self._link, next_try, self._answer, self._dequeue, functools.partial(_claimed_of, token)
-        )
+        def read(rows: Rows) -> Claimed:
+            return _claimed_of(rows, *known, token)
+
+        return Asking(self._link, next_try, self._answer, self._dequeue, read)
 
     async def held_by(self, token: UUID) -> list[Claim]:
         """What runs under this token: what its claim took, and nothing that it has not taken yet."""
@@ -583,14 +590,19 @@ def _of_lane(
     }
 
 
-def _claimed_of(token: UUID, rows: Rows) -> Claimed:
+def _known_of(lane: Mapping[str, Any]) -> tuple[object, ...]:
+    """What the answer of outbox_claim_lane does not say: the fields of Claim before the token."""
+    lapses = lane["lapses"]
+    return lane["topic"], lane["generation"], lapses, lane["priority"], lapses >= 2
+
+
+def _claimed_of(rows: Rows, *known: object) -> Claimed:
+    """The claims of these rows. *known*: their last fields, which are the same for all."""
     rows.sort(key=_due_order)
-    if len(set(map(_priority, rows))) > 1:
-        rows.sort(key=_priority, reverse=True)
-    return Claimed(
-        [_as_claim((*row, token)) for row in rows if row[0] is not None],
-        [_lane_of(row) for row in rows if row[0] is None],
-    )
+    claims = [_as_claim((*row, *known)) for row in rows if row[0] is not None]
+    if len(set(map(_priority, claims))) > 1:
+        claims.sort(key=_priority, reverse=True)
+    return Claimed(claims, [_lane_of((*row, *known)) for row in rows if row[0] is None])
 
 
 def _listing_of(rows: Rows) -> Listing:
@@ -672,14 +684,15 @@ _TYPES = {
 
 
 # Text is made of a payload when its row is sent: a function's result that held the texts of a whole batch would go
-# through a file as soon as they are large.
-_CLAIM_COLUMNS = ", ".join(
-    f"{name}::text" if name in ("payload", "headers") else name for name in Claim._fields if name != "token"
-)
-_CLAIM: LiteralString = f"select {_CLAIM_COLUMNS} from {{}}({{}})"  # noqa: S608  names of ours
+# through a file as soon as they are large. A column costs both sides, so a claim of one lane is not told what it knows.
+_CLAIM_COLUMNS = [
+    {"payload": "payload::text", "headers": "nullif(headers, '{{}}')::text"}.get(name, name)
+    for name in Claim._fields
+]
+_CLAIM: LiteralString = "select {} from {{}}({{}})"
 _QUERIES: dict[str, LiteralString] = {
-    "outbox_claim": _CLAIM,
-    "outbox_claim_lane": _CLAIM,
+    "outbox_claim": _CLAIM.format(", ".join(_CLAIM_COLUMNS[: Claim._fields.index("token")])),
+    "outbox_claim_lane": _CLAIM.format(", ".join(_CLAIM_COLUMNS[: Claim._fields.index("topic")])),
     # The server's own time, since a busy client is late to see the answer. A row even when there is no lane.
     "outbox_lanes": """
         select l.*, statement_timestamp(), date_part('epoch', clock_timestamp() - statement_timestamp())

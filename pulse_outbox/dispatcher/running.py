@@ -83,7 +83,8 @@ class Runner:
         try:
             return Attempt(context, attempt, context.run(attempt.send, None))
         except StopIteration as done:
-            return cast("Outcome", done.value)
+            outcome: Outcome = done.value
+            return outcome
 
     async def _attempt_in_scope(self, job: Job, event: Event[Any]) -> Outcome:
         assert self._sentry is not None
@@ -144,7 +145,7 @@ class Runner:
         """What the handler gets. A payload or headers that can't be decoded are a PayloadError of this job alone."""
         claim = job.claim
         headers: Any = {}
-        if claim.headers != "{}":
+        if claim.headers is not None:
             try:
                 headers = from_json(claim.headers)
             except (ValueError, RecursionError):
@@ -264,8 +265,8 @@ def job_fields(job: Job) -> dict[str, Any]:
     }
 
 
-def _trace_fields(headers: str) -> dict[str, str]:
-    if f'"{TRACE_HEADER}"' not in headers:
+def _trace_fields(headers: str | None) -> dict[str, str]:
+    if headers is None or f'"{TRACE_HEADER}"' not in headers:
         return {}
     try:
         decoded = from_json(headers)
