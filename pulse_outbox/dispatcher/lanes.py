@@ -292,8 +292,13 @@ class Lanes:
             # Where those that were asked before them took it all, it is still their turn.
             if len(claims) < plan.limit or served.keys() & plan.turns.keys():
                 self._turn.took(plan.turns, served)
-        lanes: list[LaneKey] = [_lane_of(claim) for claim in claims]  # type: ignore[misc]  # equal, and hashed alike
-        last_of = dict(zip(lanes, claims, strict=True))
+        lanes: list[LaneKey]
+        if len(plan.keys) == 1:
+            lanes = [*plan.keys] * len(claims)
+            last_of = dict(zip(plan.keys, claims[-1:]))  # noqa: B905  none, where nothing was claimed
+        else:
+            lanes = [_lane_of(claim) for claim in claims]  # type: ignore[misc]  # equal, and hashed alike
+            last_of = dict(zip(lanes, claims, strict=True))
         if claims:
             self._recent = [LaneKey(*key) for key in last_of]
             if any(map(_ordering_key_of, claims)) or 1 in map(_budget_of, claims):
