@@ -98,6 +98,9 @@ create domain pulse.error as text check (octet_length(value) <= 8192);
 -- The order of the columns is for speed: an update compares every indexed column of the old and the new row, and finds
 -- those fastest that stand before the first null and the first text. What comes next is what claims and completions look at.
 --
+-- PostgreSQL reads the text of a check anew in every statement. A list of statuses is one constant there, `status in (…)` would
+-- be as many as it names.
+--
 -- The primary key is filled to a half: each job adds two entries beside its first one, and a full page would be cleaned up or
 -- split on the way.
 create table pulse.outbox (
@@ -144,9 +147,9 @@ create table pulse.outbox (
       else lease_until is null and locked_by is null
     end),
   constraint outbox_ended_has_a_time check (
-    (completed_at is not null) = (status in ('COMPLETED', 'DEAD_LETTERED', 'DISCARDED'))),
+    (completed_at is not null) = (status = any ('{COMPLETED,DEAD_LETTERED,DISCARDED}'))),
   constraint outbox_parked_waits check (
-    not parked or (ordering_key is not null and status in ('PENDING', 'RETRYING'))),
+    not parked or (ordering_key is not null and status = any ('{PENDING,RETRYING}'))),
   constraint outbox_topic check (char_length(topic) <@ int4range '[1, 200]')
 );
 -- Where lz4 was built in, a large payload is written up to three times as fast as with the server's default.
