@@ -534,6 +534,8 @@ class Asking(Generic[T]):
 
     def prepare(self) -> None:
         """Makes its next try ready, which takes longer than to send it."""
+        if self._sent is not None:
+            return  # what is under way is read as what was asked last
         self._question = self._next_try()
         self._written = self._link.write(*self._question)
 

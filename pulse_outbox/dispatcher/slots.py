@@ -140,7 +140,6 @@ class Slots:
             await asyncio.wait(tasks, timeout=CANCEL_PATIENCE)
 
     async def _work(self, slot: Slot) -> None:
-        assert slot.task is not None
         while not self._closing:  # a handler may have swallowed the cancellation that was meant for the slot
             now = time.monotonic()
             if now >= self._slice_end and self._queue and not self._slice_over:
@@ -155,6 +154,7 @@ class Slots:
                         self._deliver(Released(job))  # somebody else may be running it by now
                 elif job.start():  # or it was withdrawn from outside while it waited here
                     outcome = self._begin(job)
+                    assert slot.task is not None  # not before: an eager task begins before it is known here
                     if isinstance(outcome, Attempt):
                         outcome = await self._finish(slot, job, outcome, now)
                     elif slot.task.cancelling():

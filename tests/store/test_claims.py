@@ -88,3 +88,17 @@ async def test_who_was_left_behind_is_known_by_his_lane(store, conn):
     [left] = claimed.left_behind
     assert (left.topic, left.generation, left.lapses, left.priority) == ("fax", 0, 0, 3)
     assert left.seq > claimed[0].seq
+
+
+async def test_what_was_sent_is_read_as_it_was_asked(store, conn):
+    """A claim that is made ready once more while its answer is on the way."""
+    Outbox().enqueue(conn, "mail", {"n": 1})
+    conn.commit()
+    await store.paused()  # the connection stands
+    lane = {"topic": "mail", "generation": 0, "lapses": 0, "priority": 0}
+    asking = store.claim(**question(lane, plain=True))
+    asking.send()
+
+    asking.prepare()
+
+    assert [claim.payload for claim in await asking] == ['{"n": 1}']
