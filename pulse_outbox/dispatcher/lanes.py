@@ -294,8 +294,9 @@ class Lanes:
                 self._turn.took(plan.turns, served)
         lanes: list[LaneKey]
         if len(plan.keys) == 1:
-            lanes = [*plan.keys] * len(claims)
-            last_of = dict(zip(plan.keys, claims[-1:]))  # noqa: B905  none, where nothing was claimed
+            [only] = plan.keys  # of which all of them are
+            lanes = [only] * len(claims)
+            last_of = {only: claims[-1]} if claims else {}
         else:
             lanes = [_lane_of(claim) for claim in claims]  # type: ignore[misc]  # equal, and hashed alike
             last_of = dict(zip(lanes, claims, strict=True))

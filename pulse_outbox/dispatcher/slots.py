@@ -153,7 +153,7 @@ class Slots:
                     if job.withdraw():
                         self._deliver(Released(job))  # somebody else may be running it by now
                 elif job.start():  # or it was withdrawn from outside while it waited here
-                    outcome = self._begin(job)
+                    outcome: Outcome | Attempt | None = self._begin(job)
                     assert slot.task is not None  # not before: an eager task begins before it is known here
                     if isinstance(outcome, Attempt):
                         outcome = await self._finish(slot, job, outcome, now)
@@ -186,8 +186,8 @@ class Slots:
         self._slice_over = False
         self._wake(1)
 
-    def _begin(self, job: Job) -> Outcome | Attempt | None:
-        """Runs a job until its handler waits for something. One that never does, as most, needs nothing of its slot."""
+    def _begin(self, job: Job) -> Outcome | Attempt:
+        """Runs a job until its handler waits for something. One that never does needs nothing of its slot."""
         try:
             return self._runner.begin(job)
         except BaseException as error:

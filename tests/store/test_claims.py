@@ -13,7 +13,7 @@ from pulse_outbox import Outbox
 from pulse_outbox.link import Link
 from pulse_outbox.store import Store
 
-OF_ONE_CLAIM = {"token", "age", "attempts", "lease_seq"}
+OF_ONE_CLAIM = {"token", "age", "lease_seq"}
 
 
 @pytest_asyncio.fixture
