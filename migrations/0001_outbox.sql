@@ -884,8 +884,8 @@ begin
 end
 $$;
 
--- Takes due rows, gives them a lease under the caller's token, counts the attempt, and returns them, in no order. Their age
--- in seconds tells the caller what time it is here. A row without event_id is none that was taken: in its lane, at its place,
+-- Takes due rows, gives them a lease under the caller's token, counts the attempt, and returns them, in no order. looked_at
+-- tells the caller what time it is here. A row without event_id is none that was taken: in its lane, at its place,
 -- a row with a budget of one was left behind for want of a slot.
 --
 -- p_token     minted by the caller for this one call. Called again with the same token, because the answer was lost, it
@@ -921,7 +921,7 @@ create function pulse.outbox_claim(
   event_id uuid, seq bigint, topic text, payload jsonb, headers jsonb, source text, target text, idempotency_key pulse.key,
   ordering_key pulse.key, priority pulse.priority, generation pulse.natural8, attempts pulse.natural4,
   max_attempts pulse.budget, lease_seq pulse.natural8, lapses pulse.natural2, snoozes pulse.natural4, alone boolean,
-  created_at pulse.moment, next_run_at pulse.moment, age double precision
+  created_at pulse.moment, next_run_at pulse.moment, looked_at timestamptz
 )
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -980,7 +980,7 @@ begin
     select o.event_id, o.seq, o.topic, o.payload, o.headers, o.source, o.target, o.idempotency_key,
            o.ordering_key, o.priority, o.generation, o.attempts, o.max_attempts, o.lease_seq,
            o.lapses, o.snoozes, o.alone, o.created_at, o.next_run_at,
-           date_part('epoch', v_now - o.created_at)
+           v_now
       from pulse.outbox o
      where o.status = 'RUNNING'
        and o.claim_token = p_token;
@@ -1032,7 +1032,7 @@ begin
         return query
         select null::uuid, o.seq, o.topic, null::jsonb, null::jsonb, null::text, null::text, null::pulse.key,
                null::pulse.key, o.priority, o.generation, null::pulse.natural4, null::pulse.budget, null::pulse.natural8,
-               o.lapses, null::pulse.natural4, null::boolean, null::pulse.moment, o.next_run_at, null::double precision
+               o.lapses, null::pulse.natural4, null::boolean, null::pulse.moment, o.next_run_at, v_now
           from pulse.outbox o
          where o.ctid = v_taken.left_behind;
       end if;
@@ -1053,7 +1053,7 @@ begin
       returning o.event_id, o.seq, o.topic, o.payload, o.headers, o.source, o.target, o.idempotency_key,
                 o.ordering_key, o.priority, o.generation, o.attempts, o.max_attempts, o.lease_seq,
                 o.lapses, o.snoozes, o.alone, o.created_at, o.next_run_at,
-                date_part('epoch', v_now - o.created_at);
+                v_now;
 
       v_room := v_room - cardinality(v_taken.rows);
       v_share := v_share - cardinality(v_taken.rows);
@@ -1066,6 +1066,7 @@ $$;
 -- The same for one lane, which is what most claims ask for, while its events wait for nothing but a slot: one statement then. A
 -- transaction's first look at an expression or a statement sets it up, which is most of what the long way costs an event that comes
 -- alone. Where an ordering key is seen, or more budgets of one than slots, the long way does what is to be done.
+-- What all rows of a lane have in common is not returned.
 -- The time is taken where the rows are written: whoever has to wait for the table has a lease that begins afterwards.
 create function pulse.outbox_claim_lane(
   p_token       uuid,
@@ -1083,10 +1084,9 @@ create function pulse.outbox_claim_lane(
   p_try         integer,
   p_now         timestamptz default null
 ) returns table (
-  event_id uuid, seq bigint, topic text, payload jsonb, headers jsonb, source text, target text, idempotency_key pulse.key,
-  ordering_key pulse.key, priority pulse.priority, generation pulse.natural8, attempts pulse.natural4,
-  max_attempts pulse.budget, lease_seq pulse.natural8, lapses pulse.natural2, snoozes pulse.natural4, alone boolean,
-  created_at pulse.moment, next_run_at pulse.moment, age double precision
+  event_id uuid, seq bigint, payload jsonb, headers jsonb, source text, target text, idempotency_key pulse.key,
+  ordering_key pulse.key, attempts pulse.natural4, max_attempts pulse.budget, lease_seq pulse.natural8, snoozes pulse.natural4,
+  created_at pulse.moment, next_run_at pulse.moment, looked_at timestamptz
 )
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -1139,10 +1139,8 @@ begin
                 order by i.topic, i.generation, i.lapses, i.priority, i.next_run_at, i.seq
                 limit greatest(0, p_limit)             -- null: none
                   for update skip locked) as c)::tid[])
-  returning o.event_id, o.seq, o.topic, o.payload, o.headers, o.source, o.target, o.idempotency_key,
-            o.ordering_key, o.priority, o.generation, o.attempts, o.max_attempts, o.lease_seq,
-            o.lapses, o.snoozes, o.alone, o.created_at, o.next_run_at,
-            date_part('epoch', t.now - o.created_at);
+  returning o.event_id, o.seq, o.payload, o.headers, o.source, o.target, o.idempotency_key,
+            o.ordering_key, o.attempts, o.max_attempts, o.lease_seq, o.snoozes, o.created_at, o.next_run_at, t.now;
 
   -- Not where somebody else was faster, or what there is is for later or paused: the long way would find nothing either.
   if not found
@@ -1160,7 +1158,8 @@ begin
               and (i.ordering_key is not null or coalesce(i.producer_max_attempts, p_budget) = 1))
   then
     return query
-    select c.*
+    select c.event_id, c.seq, c.payload, c.headers, c.source, c.target, c.idempotency_key,
+           c.ordering_key, c.attempts, c.max_attempts, c.lease_seq, c.snoozes, c.created_at, c.next_run_at, c.looked_at
       from pulse.outbox_claim(
              p_token  => p_token,
              p_worker => p_worker,

@@ -19,7 +19,8 @@ from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from itertools import accumulate, repeat
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypedDict, TypeVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, Protocol, TypedDict, TypeVar
 from uuid import UUID, SafeUUID
 
 from pydantic import BaseModel
@@ -55,6 +56,7 @@ class Event(Generic[T]):
     # A frozen dataclass takes about 2 µs longer to build, a tenth of what a whole job may cost. So: a plain
     # __init__, after which the object becomes a _SealedEvent, which refuses assignment.
     __slots__ = (
+        "_claim",
         "attempt",
         "connection",
         "created_at",
@@ -110,6 +112,15 @@ class Event(Generic[T]):
         self.connection: Final[Any] = connection
         self.__class__ = _SealedEvent
 
+    def __getattr__(self, name: str) -> Any:
+        # Only where a slot is empty: of a claimed event, what nobody has asked for before.
+        read = _OF_CLAIM.get(name)
+        if read is None:
+            raise AttributeError(f"an Event has no {name!r}")
+        value = read(self._claim)
+        object.__setattr__(self, name, value)
+        return value
+
     def __reduce__(self) -> tuple[Any, ...]:
         # For copies, and for pickles to other processes. What the dispatcher filled in belongs to this run of the
         # handler, and stays with it.
@@ -148,6 +159,45 @@ class _SealedEvent(Event[T]):
 
 
 _SealedEvent.__name__ = _SealedEvent.__qualname__ = "Event"
+
+
+def event_of_claim(
+    claim: _Claim, payload: T, headers: Mapping[str, Any], resources: Any, connection: Any
+) -> Event[T]:
+    """How a dispatcher builds an Event: of a claim, which is read where the handler asks for something.
+
+    Most handlers ask for the payload and one or two other things, so this takes a third of the time.
+    """
+    event: Any = object.__new__(Event)
+    event._claim = claim
+    event.payload = payload
+    event.headers = headers
+    event.resources = resources
+    event.connection = connection
+    event.__class__ = _SealedEvent
+    return event  # type: ignore[no-any-return]  # as such its attributes could not be set
+
+
+class _Claim(Protocol):
+    """What is read of a claim; see `pulse_outbox.claims`."""
+
+    @property
+    def event_id(self) -> UUID: ...
+    @property
+    def created_at(self) -> datetime: ...
+
+
+_OF_CLAIM: dict[str, Callable[[_Claim], Any]] = {
+    "id": attrgetter("event_id"),
+    "attempt": attrgetter("attempts"),
+    **{
+        name: attrgetter(name)
+        for name in (
+            "topic", "idempotency_key", "ordering_key", "max_attempts", "generation", "lease_seq", "created_at",
+            "source", "target", "snoozes",
+        )
+    },
+}  # fmt: skip
 
 
 class _NewEventFields(NamedTuple):

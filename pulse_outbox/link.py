@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import psycopg
 from psycopg import capabilities, errors, pq
-from psycopg.adapt import PyFormat, Transformer
+from psycopg.adapt import AdaptersMap, PyFormat, Transformer
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import ConnStatus, ExecStatus, Format
+from psycopg.types.numeric import Int8BinaryLoader
+from psycopg.types.string import ByteaBinaryLoader
 
 from pulse_outbox.errors import SettingsError
 from pulse_outbox.storage_retry import CallTimedOut, loses_connection
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from psycopg.abc import Buffer
     from psycopg.pq.abc import PGresult
 
-Rows = list[tuple[Any, ...]]
+    from pulse_outbox.claims import Rows
 
 CALL_TIMEOUT = timedelta(seconds=15)
 CONNECT_TIMEOUT = timedelta(seconds=10)
@@ -38,7 +40,9 @@ _PLACEHOLDER = re.compile(rb"%[s%]")
 class AnyLink(Protocol):
     """What a store asks of its link."""
 
-    async def rows(self, query: bytes, parameters: Sequence[object], sent: Sent | None = None) -> Rows: ...
+    async def rows(
+        self, query: bytes, parameters: Sequence[object], sent: Sent | None = None, *, raw: bool = False
+    ) -> Rows: ...
     def write(self, query: bytes, parameters: Sequence[object]) -> Written | None: ...
     def send(self, written: Written) -> Sent | None: ...
     async def close(self) -> None: ...
@@ -68,17 +72,22 @@ class Link:
         self._line: _Line | None = None
         self._is_closed = False
 
-    async def rows(self, query: bytes, parameters: Sequence[object], sent: Sent | None = None) -> Rows:
-        """What the query returns, or an error; a hung server is an error too. *sent*: what `send` said of the same."""
+    async def rows(
+        self, query: bytes, parameters: Sequence[object], sent: Sent | None = None, *, raw: bool = False
+    ) -> Rows:
+        """What the query returns, or an error; a hung server is an error too. *sent*: what `send` said of the same.
+
+        *raw*: ids and times as they are on the wire, see `pulse_outbox.claims`.
+        """
         if sent is not None:
-            rows = await self._answer(sent)
+            rows = await self._answer(sent, raw=raw)
         else:
             line = await self._connected()
             if line.is_direct:
-                rows = await self._ask(line, query, parameters)
+                rows = await self._ask(line, query, parameters, raw=raw)
             else:
                 async with self._turn:
-                    rows = await self._ask(await self._connected(), query, parameters)
+                    rows = await self._ask(await self._connected(), query, parameters, raw=raw)
         self._succeeded()
         return rows
 
@@ -112,10 +121,12 @@ class Link:
                     self._line = await self._connect()
         return self._line
 
-    async def _ask(self, line: _Line, query: bytes, parameters: Sequence[object]) -> Rows:
-        return await self._answer(Sent(line, line.ask(line.write(query, parameters))))
+    async def _ask(
+        self, line: _Line, query: bytes, parameters: Sequence[object], *, raw: bool = False
+    ) -> Rows:
+        return await self._answer(Sent(line, line.ask(line.write(query, parameters))), raw=raw)
 
-    async def _answer(self, sent: Sent) -> Rows:
+    async def _answer(self, sent: Sent, *, raw: bool) -> Rows:
         """The answer of one call; an error that costs the connection throws it away."""
         line = sent.line
         try:
@@ -126,7 +137,7 @@ class Link:
                     psycopg.OperationalError("the connection was given up because of another call on it")
                 )
             raise
-        return line.rows_of(result)
+        return line.rows_of(result, raw=raw)
 
     async def _connect(self) -> _Line:
         if not capabilities.has_pipeline():
@@ -211,6 +222,16 @@ class _Question:
             self.answer.set_result(self.result)
 
 
+class _Raw:
+    """For psycopg, how to read an answer in which ids and times stay as they are."""
+
+    def __init__(self, conn: psycopg.AsyncConnection[Any]) -> None:
+        self.connection = conn
+        self.adapters = AdaptersMap(conn.adapters)
+        self.adapters.register_loader("uuid", ByteaBinaryLoader)
+        self.adapters.register_loader("timestamptz", Int8BinaryLoader)
+
+
 class _Line:
     """A connection, and the questions whose answers it owes, in their order.
 
@@ -221,6 +242,7 @@ class _Line:
     def __init__(self, conn: psycopg.AsyncConnection[Any], call_timeout: float) -> None:
         self._pgconn = conn.pgconn
         self._transformer = Transformer(conn)
+        self._raw_transformer = Transformer(_Raw(conn))
         self._call_timeout = call_timeout
         self._deadline: asyncio.TimerHandle | None = None
         """Of the first question: those behind it can't be answered before it is."""
@@ -279,13 +301,14 @@ class _Line:
             self._pgconn.send_query_params(text, values, statement[1], formats, Format.BINARY)
         self._pgconn.pipeline_sync()
 
-    def rows_of(self, result: PGresult) -> Rows:
+    def rows_of(self, result: PGresult, *, raw: bool = False) -> Rows:
         """The rows of an answer."""
+        transformer = self._raw_transformer if raw else self._transformer
         try:
-            self._transformer.set_pgresult(result, format=Format.BINARY)
-            return self._transformer.load_rows(0, result.ntuples, tuple)
+            transformer.set_pgresult(result, format=Format.BINARY)
+            return transformer.load_rows(0, result.ntuples, tuple)
         finally:
-            self._transformer.set_pgresult(None)  # which may be large
+            transformer.set_pgresult(None)  # which may be large
 
     def end(self, error: psycopg.Error) -> None:
         """Ends the connection, politely when it is idle; whoever waits for an answer gets this error at once."""

@@ -13,8 +13,7 @@ import struct
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Generic, Literal, LiteralString, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, LiteralString, NamedTuple, TypeVar
 from uuid import UUID, uuid4
 
 import psycopg
@@ -23,6 +22,7 @@ from psycopg.adapt import Dumper
 from psycopg.pq import Format
 
 from pulse_outbox import schema as migrations
+from pulse_outbox.claims import Claim, Claimed, Held, Lane, claimed_of, known_of
 from pulse_outbox.errors import UNMIGRATED_SQLSTATES, SchemaError, from_database_error
 from pulse_outbox.failures import DeadLetter
 from pulse_outbox.storage_retry import StorageRetries, is_retryable
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from tenacity import AsyncRetrying
 
-    from pulse_outbox.link import AnyLink, Rows, Sent, Written
+    from pulse_outbox.claims import Rows
+    from pulse_outbox.link import AnyLink, Sent, Written
 
 Clock = Callable[[], datetime]
 """Simulated time, in tests."""
@@ -45,68 +46,6 @@ _Question = tuple[bytes, list[object]]
 
 Answer = Literal["RETRYING", "DEAD_LETTERED", "locked", "lost"]
 """locked: somebody else holds the row, try again. lost: the claim is over. Silence: settled as wanted."""
-
-
-class Claim(NamedTuple):
-    """One claimed row, and the token under which it was claimed. Payload and headers are JSON text."""
-
-    event_id: UUID
-    seq: int
-    payload: str
-    headers: str | None
-    """None: there are none."""
-    source: str | None
-    target: str | None
-    idempotency_key: str
-    ordering_key: str | None
-    attempts: int
-    max_attempts: int
-    lease_seq: int
-    snoozes: int
-    created_at: datetime
-    next_run_at: datetime
-    age: float
-    """Seconds since it was created, when it was claimed, on the database's clock."""
-    # What all of a lane have in common, so that a claim of one lane has no need to be told.
-    topic: str
-    generation: int
-    lapses: int
-    priority: int
-    alone: bool
-    token: UUID
-
-
-class Held(Protocol):
-    """What a write after a claim is fenced by."""
-
-    @property
-    def event_id(self) -> UUID: ...
-    @property
-    def token(self) -> UUID: ...
-
-
-class Lane(NamedTuple):
-    """Rows that one claim may take in order, and where the first of them stands."""
-
-    topic: str
-    generation: int
-    lapses: int
-    priority: int
-    next_run_at: datetime
-    seq: int
-    due_in: float
-    """Seconds until the first row is due, on the database's clock; negative when it is."""
-
-
-class Claimed(list[Claim]):
-    """What one claim took, in order."""
-
-    __slots__ = ("left_behind",)
-
-    def __init__(self, claims: Iterable[Claim] = (), left_behind: Iterable[Lane] = ()) -> None:
-        super().__init__(claims)
-        self.left_behind = list(left_behind)
-        """Lanes in which a budget of one waits for a free slot, and where."""
 
 
 class Listing(NamedTuple):
@@ -239,6 +178,7 @@ class Store:
         }
 
         tries = 0
+        raw_token = token.bytes
         known: tuple[object, ...] = ()
 
         def next_try() -> _Question:
@@ -248,28 +188,27 @@ class Store:
             arguments["p_try"] = tries = self._count_try(token, tries)
             if plain and is_first and lanes and budgets:
                 [lane] = lanes
-                known = _known_of(lane)
+                known = known_of(lane)
                 return self._question("outbox_claim_lane", _of_lane(arguments, topics, budgets, lane))
             known = ()
             return self._question("outbox_claim", arguments)
 
         def read(rows: Rows) -> Claimed:
-            return _claimed_of(rows, *known, token)
+            return claimed_of(rows, *known, raw_token)
 
-        return Asking(self._link, next_try, self._answer, self._dequeue, read)
+        return Asking(self._link, next_try, self._raw_answer, self._dequeue, read)
 
     async def held_by(self, token: UUID) -> list[Claim]:
         """What runs under this token: what its claim took, and nothing that it has not taken yet."""
-        rows = await self._call(
-            "outbox_claim",
-            self._storage,
-            p_token=token,
-            p_worker="nobody",
-            p_topics=_array(()),
-            p_limit=0,
-            p_lease=_interval(timedelta(0)),
-        )
-        return [_as_claim((*row, token)) for row in rows]
+        arguments: dict[str, object] = {
+            "p_token": token,
+            "p_worker": "nobody",
+            "p_topics": _array(()),
+            "p_limit": 0,
+            "p_lease": _interval(timedelta(0)),
+        }
+        question = self._question("outbox_claim", arguments)
+        return claimed_of(await _tried(self._storage, self._raw_answer, *question), token.bytes)
 
     async def heartbeat(
         self, held: Sequence[Held], *, lease: timedelta, now: datetime | None = None
@@ -469,8 +408,8 @@ class Store:
         rows = await self._call(
             function,
             self._storage,
-            p_event_ids=_uuids([claim.event_id for claim in held]),
-            p_tokens=_uuids([claim.token for claim in held]),
+            p_event_ids=_uuids([claim.raw_id for claim in held]),
+            p_tokens=_uuids([claim.raw_token for claim in held]),
             **arguments,
         )
         return dict(rows)  # two columns
@@ -490,9 +429,14 @@ class Store:
             parameters[list(arguments).index("p_now")] = self._clock()
         return query, parameters
 
-    async def _answer(self, query: bytes, parameters: list[object], sent: Sent | None = None) -> Rows:
+    async def _raw_answer(self, query: bytes, parameters: list[object], sent: Sent | None = None) -> Rows:
+        return await self._answer(query, parameters, sent, raw=True)
+
+    async def _answer(
+        self, query: bytes, parameters: list[object], sent: Sent | None = None, *, raw: bool = False
+    ) -> Rows:
         try:
-            return await self._link.rows(query, parameters, sent)
+            return await self._link.rows(query, parameters, sent, raw=raw)
         except psycopg.Error as error:
             if ours := from_database_error(error):
                 raise ours from error
@@ -592,21 +536,6 @@ def _of_lane(
     }
 
 
-def _known_of(lane: Mapping[str, Any]) -> tuple[object, ...]:
-    """What the answer of outbox_claim_lane does not say: the fields of Claim before the token."""
-    lapses = lane["lapses"]
-    return lane["topic"], lane["generation"], lapses, lane["priority"], lapses >= 2
-
-
-def _claimed_of(rows: Rows, *known: object) -> Claimed:
-    """The claims of these rows. *known*: their last fields, which are the same for all."""
-    rows.sort(key=_due_order)
-    claims = [_as_claim((*row, *known)) for row in rows if row[0] is not None]
-    if len(set(map(_priority, claims))) > 1:
-        claims.sort(key=_priority, reverse=True)
-    return Claimed(claims, [_lane_of((*row, *known)) for row in rows if row[0] is None])
-
-
 def _listing_of(rows: Rows) -> Listing:
     *_, looked_at, took = rows[0]
     return Listing([Lane._make(row[:-2]) for row in rows if row[0] is not None], looked_at, took)
@@ -688,12 +617,14 @@ _TYPES = {
 # Text is made of a payload when its row is sent: a function's result that held the texts of a whole batch would go
 # through a file as soon as they are large. A column costs both sides, so a claim of one lane is not told what it knows.
 _CLAIM_COLUMNS = [
-    {"payload": "payload::text", "headers": "nullif(headers, '{{}}')::text"}.get(name, name)
+    {"payload": "payload::text", "headers": "nullif(headers, '{{}}')::text", "raw_id": "event_id"}.get(
+        name, name.removeprefix("raw_")
+    )
     for name in Claim._fields
 ]
 _CLAIM: LiteralString = "select {} from {{}}({{}})"
 _QUERIES: dict[str, LiteralString] = {
-    "outbox_claim": _CLAIM.format(", ".join(_CLAIM_COLUMNS[: Claim._fields.index("token")])),
+    "outbox_claim": _CLAIM.format(", ".join(_CLAIM_COLUMNS[: Claim._fields.index("raw_token")])),
     "outbox_claim_lane": _CLAIM.format(", ".join(_CLAIM_COLUMNS[: Claim._fields.index("topic")])),
     # The server's own time, since a busy client is late to see the answer. A row even when there is no lane.
     "outbox_lanes": """
@@ -736,19 +667,9 @@ _ARRAY_OF = struct.Struct("!iiIii").pack
 _SIXTEEN_BYTES = (16).to_bytes(4)
 
 
-def _uuids(values: Sequence[UUID]) -> UuidArray:
-    elements = _SIXTEEN_BYTES.join([value.int.to_bytes(16) for value in values])
+def _uuids(values: Sequence[bytes]) -> UuidArray:
+    elements = _SIXTEEN_BYTES.join(values)
     return UuidArray(_ARRAY_OF(1, 0, _UUID_OID, len(values), 1) + _SIXTEEN_BYTES + elements)
-
-
-_as_claim: Callable[[tuple[Any, ...]], Claim] = functools.partial(tuple.__new__, Claim)
-_LANE = itemgetter(*(Claim._fields.index(name) for name in Lane._fields if name != "due_in"))
-_priority = itemgetter(Claim._fields.index("priority"))
-_due_order = itemgetter(Claim._fields.index("next_run_at"), Claim._fields.index("seq"))
-
-
-def _lane_of(row: tuple[Any, ...]) -> Lane:
-    return Lane._make((*_LANE(row), 0.0))
 
 
 # psycopg takes long over lists and intervals: 70 µs for those of one failure, 20 µs for those that every claim repeats,

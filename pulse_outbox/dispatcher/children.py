@@ -32,13 +32,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from uuid import UUID
 
+    from pulse_outbox.claims import Claim
     from pulse_outbox.dispatcher.jobs import InFlight, Outcome
     from pulse_outbox.dispatcher.lanes import LaneKey
     from pulse_outbox.dispatcher.settings import DispatcherSettings
     from pulse_outbox.dispatcher.settling import Settler
     from pulse_outbox.dispatcher.state import Condition, Tally
     from pulse_outbox.handlers import Handler
-    from pulse_outbox.store import Claim, Store
+    from pulse_outbox.store import Store
 
 KEEP_IDLE = 10.0
 """How long a child without work is kept for the next suspect: a new one costs a second."""

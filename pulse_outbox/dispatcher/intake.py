@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
     from uuid import UUID
 
+    from pulse_outbox.claims import Claim, Claimed
     from pulse_outbox.dispatcher.jobs import InFlight
     from pulse_outbox.dispatcher.lanes import ClaimPlan, LaneKey
     from pulse_outbox.dispatcher.settings import DispatcherSettings
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from pulse_outbox.dispatcher.state import Tally
     from pulse_outbox.dispatcher.wakeup import Heard
     from pulse_outbox.handlers import Handler
-    from pulse_outbox.store import Asking, Claim, Claimed, Listing, Store
+    from pulse_outbox.store import Asking, Listing, Store
 
 AHEAD = 0.1
 """How much work may wait in memory, in seconds of what is being completed at present."""

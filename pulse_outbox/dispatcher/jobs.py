@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from uuid import UUID
 
+    from pulse_outbox.claims import Claim
     from pulse_outbox.handlers import Handler
-    from pulse_outbox.store import Claim
 
 Stage = Literal["waiting", "running", "finished", "withdrawn"]
 
@@ -136,22 +137,27 @@ class Over:
 Outcome = Completed | Failed | Snoozed | Released | Lapsed | Over
 
 
+def all_completed(outcomes: Sequence[Outcome]) -> bool:
+    """Whether nothing but completed jobs is among them, as in nearly every write."""
+    return {*map(type, outcomes)} == {Completed}
+
+
 def apart(jobs: Iterable[Job]) -> list[list[Job]]:
     """The jobs in groups of which each has an event only once.
 
     An answer names the event, and a process may still run an old claim of an event that it has claimed again.
     """
     jobs = list(jobs)
-    if len({job.claim.event_id.int for job in jobs}) == len(jobs):
+    if len({job.claim.raw_id for job in jobs}) == len(jobs):
         return [jobs] if jobs else []  # nearly always
-    groups: list[dict[UUID, Job]] = []
+    groups: list[dict[bytes, Job]] = []
     for job in jobs:
         for group in groups:
-            if job.claim.event_id not in group:
-                group[job.claim.event_id] = job
+            if job.claim.raw_id not in group:
+                group[job.claim.raw_id] = job
                 break
         else:
-            groups.append({job.claim.event_id: job})
+            groups.append({job.claim.raw_id: job})
     return [list(group.values()) for group in groups]
 
 
@@ -243,18 +249,17 @@ class InFlight:
             self.reserve(topic, -number)
         return self.asked.answered(token)
 
-    def add(self, jobs: Iterable[Job]) -> None:
+    def add(self, jobs: Sequence[Job]) -> None:
         """From their claim on."""
-        for job in jobs:
-            self._jobs[job] = None
-            topic = job.claim.topic
-            self._by_topic[topic] = self._by_topic.get(topic, 0) + 1
+        self._jobs.update(dict.fromkeys(jobs))
+        for topic, number in Counter([job.claim.topic for job in jobs]).items():
+            self._by_topic[topic] = self._by_topic.get(topic, 0) + number
 
     def remove(self, jobs: Iterable[Job]) -> None:
         """Their results are stored, or are nobody's business any more."""
-        for job in jobs:
-            if self._jobs.pop(job, job) is None:
-                self._by_topic[job.claim.topic] -= 1
+        held = self._jobs
+        for topic, number in Counter([job.claim.topic for job in jobs if held.pop(job, job) is None]).items():
+            self._by_topic[topic] -= number
         self._freed()
 
     def snapshot(self) -> list[Job]:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from datetime import datetime
 
-    from pulse_outbox.store import Claim, Claimed, Listing
+    from pulse_outbox.claims import Claim, Claimed
+    from pulse_outbox.store import Listing
 
 
 GUESSED_LANES = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, assert_never
 
-from pulse_outbox.dispatcher.jobs import Completed, Failed, Lapsed, Over, Released, Snoozed
+from pulse_outbox.dispatcher.jobs import Completed, Failed, Lapsed, Over, Released, Snoozed, all_completed
 from pulse_outbox.dispatcher.running import job_fields
 from pulse_outbox.log import log
 
@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from uuid import UUID
 
+    from pulse_outbox.claims import Claim
     from pulse_outbox.dispatcher.jobs import Job, Outcome
     from pulse_outbox.dispatcher.sentry import Sentry
     from pulse_outbox.dispatcher.state import Tally, Throughput
-    from pulse_outbox.store import Answer, Claim, Reaped
+    from pulse_outbox.store import Answer, Reaped
 
 
 class Report:
@@ -42,7 +43,7 @@ class Report:
 
     def settled(self, outcomes: Sequence[Outcome], answers: Mapping[UUID, Answer]) -> None:
         """Results are stored, or refused."""
-        if not answers and all(type(outcome) is Completed for outcome in outcomes):
+        if not answers and all_completed(outcomes):
             self._completed([outcome.job.claim for outcome in outcomes])
             return
         turn_given = False
@@ -57,7 +58,7 @@ class Report:
         self._tally.completed += len(claims)
         for topic, number in Counter([claim.topic for claim in claims]).items():
             self._throughput.completed[topic] += number
-        if any(claim.ordering_key is not None for claim in claims):
+        if {claim.ordering_key for claim in claims} != {None}:
             self._due_in(0)  # the next event of its key can run
 
     def _settled(self, outcome: Outcome, answer: Answer | None) -> None:

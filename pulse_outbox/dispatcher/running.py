@@ -17,7 +17,7 @@ from pydantic_core import from_json
 from pulse_outbox.dispatcher.jobs import Completed, Failed, Job, Outcome, Over, Released, Snoozed
 from pulse_outbox.dispatcher.threads import InExecutor, Threads
 from pulse_outbox.dispatcher.transactions import LeaseLost, NotStarted
-from pulse_outbox.events import Event
+from pulse_outbox.events import event_of_claim
 from pulse_outbox.failures import PayloadError, describe_error
 from pulse_outbox.log import log
 from pulse_outbox.trace import HEADER as TRACE_HEADER
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from pulse_outbox.dispatcher.sentry import Sentry
+    from pulse_outbox.events import Event
     from pulse_outbox.failures import Redact, Verdict
 
 current_event: ContextVar[Event[Any] | None] = ContextVar("pulse_outbox_event", default=None)
@@ -152,24 +153,7 @@ class Runner:
                 headers = None
             if not isinstance(headers, dict):
                 raise PayloadError("the headers are not a JSON object that can be decoded")
-        return Event(
-            claim.event_id,
-            claim.topic,
-            job.handler.decode(claim.payload),
-            headers,
-            claim.idempotency_key,
-            claim.ordering_key,
-            claim.attempts,
-            claim.max_attempts,
-            claim.generation,
-            claim.lease_seq,
-            claim.created_at,
-            claim.source,
-            claim.target,
-            claim.snoozes,
-            self._resources,
-            connection,
-        )
+        return event_of_claim(claim, job.handler.decode(claim.payload), headers, self._resources, connection)
 
     def failed(self, job: Job, error: BaseException, *, decoding: bool = False) -> Failed | Snoozed:
         """The outcome of an exception: judged by the handler's policy, described without secrets."""

@@ -17,6 +17,7 @@ from pulse_outbox.dispatcher.jobs import (
     Over,
     Released,
     Snoozed,
+    all_completed,
     apart,
 )
 from pulse_outbox.errors import BadArgument
@@ -179,6 +180,8 @@ class Settler:
 
 def _calls(batch: list[Outcome]) -> list[list[Outcome]]:
     """The outcomes in groups that one call can store."""
+    if all_completed(batch) and len({outcome.job.handler.completed for outcome in batch}) == 1:
+        return _apart(batch)  # nearly always
     alike: dict[object, list[Outcome]] = {}
     for outcome in batch:
         same: object = type(outcome)
@@ -192,6 +195,8 @@ def _calls(batch: list[Outcome]) -> list[list[Outcome]]:
 
 def _apart(outcomes: list[Outcome]) -> list[list[Outcome]]:
     """The outcomes in groups of which each has an event only once, since an answer names the event."""
+    if len({outcome.job.claim.raw_id for outcome in outcomes}) == len(outcomes):
+        return [outcomes]  # nearly always
     jobs = {outcome.job: outcome for outcome in outcomes}
     return [[jobs[job] for job in group] for group in apart(jobs)]
 

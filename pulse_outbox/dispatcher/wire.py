@@ -8,14 +8,13 @@ of completed, over, failed, snoozed or returned after it; `["alive", still]`, `[
 from __future__ import annotations
 
 import json
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
-from uuid import UUID
 
 from pydantic_core import from_json, to_json
 
+from pulse_outbox.claims import Claim
 from pulse_outbox.dispatcher.jobs import Completed, Failed, Lapsed, Over, Released, Snoozed
-from pulse_outbox.store import Claim
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,18 +54,13 @@ def encode(*message: object) -> bytes:
 
 def encode_job(number: int, claim: Claim) -> bytes:
     """A claim for the child, under the number by which both sides will call it."""
-    return to_json(["job", number, *claim]) + b"\n"
+    return to_json(["job", number, *claim], bytes_mode="hex") + b"\n"
 
 
 def decode_claim(fields: Sequence[Any]) -> Claim:
     """The claim, as the parent had it from the database."""
     claim = Claim(*fields)
-    return claim._replace(
-        event_id=UUID(claim.event_id),  # type: ignore[arg-type]  # text until here
-        token=UUID(claim.token),  # type: ignore[arg-type]
-        created_at=datetime.fromisoformat(claim.created_at),  # type: ignore[arg-type]
-        next_run_at=datetime.fromisoformat(claim.next_run_at),  # type: ignore[arg-type]
-    )
+    return claim._replace(raw_id=bytes.fromhex(claim.raw_id), raw_token=bytes.fromhex(claim.raw_token))  # type: ignore[arg-type]  # text until here
 
 
 def encode_outcome(number: int, outcome: Outcome) -> bytes:

@@ -36,11 +36,12 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from random import Random
 
+    from pulse_outbox.claims import Claim
     from pulse_outbox.dispatcher.running import RunsInTransaction
     from pulse_outbox.failures import Redact
     from pulse_outbox.handlers import Handler
     from pulse_outbox.link import AnyLink
-    from pulse_outbox.store import Answer, Claim, Store
+    from pulse_outbox.store import Answer, Store
     from pulse_outbox.testing.crashing import Crash, CrashPoint
 
 # One event runs at a time; a handler that ignores its timeout keeps its slot.

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from typing import TypedDict
 
+    from pulse_outbox.claims import Claim, Lane
     from pulse_outbox.dispatcher.running import RunsInTransaction
     from pulse_outbox.events import Event
     from pulse_outbox.link import AnyLink
-    from pulse_outbox.store import Claim, Lane
     from pulse_outbox.testing.bench import Bench
     from pulse_outbox.testing.crashing import CrashPoint
 

@@ -15,10 +15,11 @@ from uuid import UUID
 import psycopg
 
 from pulse_outbox import connections
+from pulse_outbox.claims import Rows, raw_time
 from pulse_outbox.connections import Ask, State
 from pulse_outbox.dispatcher.transactions import HandlerTransaction
 from pulse_outbox.errors import SettingsError
-from pulse_outbox.link import Rows, Sent, Written
+from pulse_outbox.link import Sent, Written
 from pulse_outbox.store import UuidArray
 
 if TYPE_CHECKING:
@@ -59,9 +60,14 @@ class Borrowed:
     def send(self, written: Written) -> None:
         """… so nothing is ever written that could be."""
 
-    async def rows(self, query: bytes, parameters: Sequence[object], sent: Sent | None = None) -> Rows:
+    async def rows(
+        self, query: bytes, parameters: Sequence[object], sent: Sent | None = None, *, raw: bool = False
+    ) -> Rows:
         """What the query returns, inside the open transaction."""
-        ask = Ask(*_as_one_text(query.decode(), parameters))
+        rows = await self._answer(Ask(*_as_one_text(query.decode(), parameters)))
+        return [tuple(map(_as_raw, row)) for row in rows] if raw else rows
+
+    async def _answer(self, ask: Ask) -> Rows:
         if self._here is not None:
             rows: Rows = await self._call(lambda: self._rows(ask))
             return rows
@@ -209,6 +215,13 @@ def _with_event_id(row: Sequence[Any]) -> tuple[Any, ...]:
         with suppress(ValueError):
             return UUID(row[0]), *row[1:]
     return tuple(row)
+
+
+def _as_raw(value: object) -> object:
+    """An id or a time as it would be on the wire."""
+    if isinstance(value, UUID):
+        return value.bytes
+    return raw_time(value) if isinstance(value, datetime) else value
 
 
 # Transactional handlers

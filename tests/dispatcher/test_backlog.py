@@ -11,11 +11,12 @@ import psycopg
 import pytest
 
 from pulse_outbox import Dispatcher, Event, NewEvent, Outbox, RetryPolicy
+from pulse_outbox.claims import Claimed
 from pulse_outbox.dispatcher import pace
 from pulse_outbox.dispatcher.intake import Intake
 from pulse_outbox.dispatcher.wakeup import Heard
 from pulse_outbox.storage_retry import StorageRetries
-from pulse_outbox.store import Asking, Claimed, Store
+from pulse_outbox.store import Asking, Store
 from tests.support.asking import Around
 from tests.support.dispatching import QUICK, Table, dispatching, drain
 from tests.support.proxy import proxied

@@ -12,11 +12,12 @@ import psycopg
 import pytest
 
 from pulse_outbox import Dispatcher, Event, NewEvent, Outbox, RetryPolicy
+from pulse_outbox.claims import Claimed
 from pulse_outbox.dispatcher import pace
 from pulse_outbox.dispatcher.children import ChildSuspects
 from pulse_outbox.dispatcher.jobs import InFlight
 from pulse_outbox.dispatcher.lanes import LaneKey
-from pulse_outbox.store import Asking, Claimed, Listing, Store
+from pulse_outbox.store import Asking, Listing, Store
 from tests.support.asking import Around
 from tests.support.dispatching import Table, dispatching, drain
 from tests.support.waiting import wait_until_async

@@ -11,8 +11,9 @@ from uuid import UUID
 
 import pytest
 
+from pulse_outbox.claims import Claimed, Lane
 from pulse_outbox.dispatcher.lanes import ASKED_TOPICS, KNOWN_LANES, ClaimPlan, Lanes, Turn
-from pulse_outbox.store import Claimed, Lane, Listing
+from pulse_outbox.store import Listing
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
 

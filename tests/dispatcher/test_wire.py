@@ -7,6 +7,7 @@ from uuid import uuid4
 
 import pytest
 
+from pulse_outbox.claims import Claim, raw_time
 from pulse_outbox.dispatcher.child_process import describe_exit
 from pulse_outbox.dispatcher.jobs import Completed, Failed, Job, Over, Released, Snoozed
 from pulse_outbox.dispatcher.wire import (
@@ -18,10 +19,9 @@ from pulse_outbox.dispatcher.wire import (
     encode_outcome,
 )
 from pulse_outbox.handlers import make_handler
-from pulse_outbox.store import Claim
 
 CLAIM = Claim(
-    event_id=uuid4(),
+    raw_id=uuid4().bytes,
     seq=7,
     topic="order.paid",
     payload='{"text": "two\\nlines, \u2028 and \U0001f4ee"}',
@@ -38,10 +38,10 @@ CLAIM = Claim(
     lapses=1,
     snoozes=0,
     alone=False,
-    created_at=datetime(2030, 1, 1, 12, 0, 0, 123456, tzinfo=UTC),
-    next_run_at=datetime(2030, 1, 1, 12, tzinfo=UTC),
-    age=0.25,
-    token=uuid4(),
+    raw_created_at=raw_time(datetime(2030, 1, 1, 12, 0, 0, 123456, tzinfo=UTC)),
+    raw_next_run_at=raw_time(datetime(2030, 1, 1, 12, tzinfo=UTC)),
+    raw_looked_at=raw_time(datetime(2030, 1, 1, 12, 0, 0, 373456, tzinfo=UTC)),
+    raw_token=uuid4().bytes,
 )
 JOB = Job(CLAIM, make_handler("order.paid", lambda event: None), 0.0)
 

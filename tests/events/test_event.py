@@ -6,12 +6,16 @@ import copy
 import pickle
 import threading
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
 import pytest
 
 from pulse_outbox import Event
+from pulse_outbox.events import event_of_claim
+
+FIELDS = [name for name in Event.__slots__ if not name.startswith("_")]
 
 
 def an_event(payload: Any = None) -> Event[Any]:
@@ -71,13 +75,64 @@ def test_event_is_an_event_and_shows_no_data():
 def test_event_can_be_copied_and_sent_to_another_process(copied):
     """As a handler does that gives its work to a process pool; connections can't go along."""
     given: dict[str, Any] = {
-        name: name for name in Event.__slots__ if name not in ("payload", "resources", "connection")
+        name: name for name in FIELDS if name not in ("payload", "resources", "connection")
     }
     event: Any = Event(**given, payload={"a": [1]}, resources=threading.Lock(), connection=threading.Lock())
 
     again: Any = copied(event)
 
-    kept = {name: getattr(again, name) for name in Event.__slots__}
+    kept = {name: getattr(again, name) for name in FIELDS}
     assert kept == {**given, "payload": {"a": [1]}, "resources": None, "connection": None}
     with pytest.raises(AttributeError, match="can't be changed"):
         again.topic = "other"
+
+
+def a_claim() -> Any:
+    return SimpleNamespace(
+        event_id=UUID(int=7), topic="order.paid", idempotency_key="k", ordering_key="o", attempts=2, max_attempts=5,
+        generation=3, lease_seq=4, created_at=datetime(2030, 1, 1, tzinfo=UTC), source="shop", target="bank", snoozes=1,
+    )  # fmt: skip
+
+
+def test_event_of_a_claim_is_an_event_like_any_other():
+    """A dispatcher fills in what a handler asks for, when it asks."""
+    claim = a_claim()
+    event: Event[Any] = event_of_claim(claim, {"a": 1}, {"h": 1}, "resources", "connection")
+
+    eager = Event(
+        claim.event_id, claim.topic, {"a": 1}, {"h": 1}, "k", "o", 2, 5, 3, 4, claim.created_at, "shop", "bank", 1,
+        "resources", "connection",
+    )  # fmt: skip
+    assert {name: getattr(event, name) for name in FIELDS} == {name: getattr(eager, name) for name in FIELDS}
+    assert (type(event), repr(event)) == (type(eager), repr(eager))
+
+
+def test_event_of_a_claim_is_read_once():
+    """What a handler holds does not change under its hands, and asking again costs nothing."""
+    claim = a_claim()
+    event: Event[Any] = event_of_claim(claim, {}, {}, None, None)
+    first = event.id
+
+    claim.event_id = UUID(int=8)
+
+    assert event.id is first
+
+
+def test_event_of_a_claim_is_sealed_and_has_nothing_else():
+    """Also what was not asked for yet can't be assigned, and a misspelt name is an error."""
+    event: Any = event_of_claim(a_claim(), {}, {}, None, None)
+
+    with pytest.raises(AttributeError, match="can't be changed"):
+        event.attempt = 9
+    with pytest.raises(AttributeError, match="attempts"):
+        event.attempts  # noqa: B018
+    assert event.attempt == 2
+
+
+def test_event_of_a_claim_can_be_copied_before_anything_was_asked():
+    """A handler may give it to another process at once."""
+    event: Event[Any] = event_of_claim(a_claim(), {"a": [1]}, {}, threading.Lock(), None)
+
+    again = pickle.loads(pickle.dumps(event))
+
+    assert (again.id, again.attempt, again.payload, again.resources) == (UUID(int=7), 2, {"a": [1]}, None)

@@ -699,8 +699,8 @@ async def test_an_unmigrated_database_names_the_remedy(empty_dsn, open_store):
 class BehindPooler(Link):
     """Sees another process number than the connection has: how a pooler in transaction mode shows."""
 
-    async def _ask(self, line: Any, query: bytes, parameters: Any) -> Any:
-        rows = await super()._ask(line, query, parameters)
+    async def _ask(self, line: Any, query: bytes, parameters: Any, *, raw: bool = False) -> Any:
+        rows = await super()._ask(line, query, parameters, raw=raw)
         return [(rows[0][0] + 1,)] if query.startswith(b"select pg_catalog.pg_backend_pid") else rows
 
 
