@@ -148,7 +148,7 @@ class Heart:
         answers = await store.heartbeat([job.claim for job in jobs], lease=self._settings.lease_time)
         locked = []
         for job in jobs:
-            answer = answers.get(job.claim.event_id)
+            answer = answers.get(job.claim.event_id) if answers else None
             if answer is None:
                 job.leased_until = leased_until
             elif answer == "locked":
