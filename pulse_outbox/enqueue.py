@@ -8,29 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import lru_cache, partial
-from itertools import tee
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from pulse_outbox.connections import Ask, Copy, Errand, Row, Steps, raise_explained
-from pulse_outbox.connections.copying import (
-    Field,
-    bool_field,
-    in_binary,
-    int2_field,
-    int4_field,
-    int8_field,
-    jsonb_column,
-    jsonb_field,
-    shared,
-    text_field,
-    time_field,
-    uuid_column,
-    uuid_text_column,
-)
+from pulse_outbox.connections import Ask, Errand, Row, raise_explained
 from pulse_outbox.errors import EnqueueError
 from pulse_outbox.events import (
     MAX_TOPIC_CHARACTERS,
@@ -44,7 +27,7 @@ from pulse_outbox.events import (
 from pulse_outbox.trace import add_trace, current_trace_headers
 
 STATEMENT_CHARACTERS = 16 * 1024 * 1024
-"""How much JSON of a batch that can't go by COPY one statement gets, unless a single event is larger."""
+"""How much JSON one statement gets of many events that can't go by COPY, unless a single one is larger."""
 
 # What is written
 
@@ -72,18 +55,18 @@ class EncodedEvent(NamedTuple):
 
 
 # What an event has of which nothing was given but topic and payload.
-_NOTHING_MORE = EncodedEvent("", b"", None, None, "{}", 0, None, None, None, 0, None, None, None, "hold")
+NOTHING_MORE = EncodedEvent("", b"", None, None, "{}", 0, None, None, None, 0, None, None, None, "hold")
 
 
 # Their own way of making one takes twice as long.
-_as_encoded: Callable[[tuple[Any, ...]], EncodedEvent] = partial(tuple.__new__, EncodedEvent)
+as_encoded: Callable[[tuple[Any, ...]], EncodedEvent] = partial(tuple.__new__, EncodedEvent)
 
 
 def encode_plain(topic: str, payload: object, max_payload_bytes: int) -> EncodedEvent:
     """Encodes an event that has a topic and a payload only, in half the time that encode_event takes."""
     check_text("topic", topic, MAX_TOPIC_CHARACTERS)
     encoded = encode_json("payload", payload, max_payload_bytes)
-    event = _as_encoded((topic, encoded, *_NOTHING_MORE[2:]))
+    event = as_encoded((topic, encoded, *NOTHING_MORE[2:]))
     trace = current_trace_headers()
     return event._replace(headers=add_trace(None, "{}", trace)) if trace else event
 
@@ -109,36 +92,10 @@ def encode_event(
     if delay is not None:
         delay = as_timedelta("delay", delay)
     encoded = encode_json("payload", payload, max_payload_bytes)
-    return _as_encoded((
+    return as_encoded((
         topic, encoded, idempotency_key, ordering_key, encoded_headers, priority, run_at, delay, max_attempts,
         generation, source, target, event_id, dead_key,
     ))  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Many encoded events, and whether COPY can write them."""
-
-    events: Sequence[EncodedEvent]
-    may_exist: bool
-    """A key or id was given: some may be there already, which COPY can't find out."""
-
-
-def encode_events(events: Iterable[NewEvent], max_payload_bytes: int) -> Batch:
-    """Encodes all or, if one of them is bad, none; the complaint says which."""
-    encoded: list[EncodedEvent] = []
-    may_exist = False
-    trace = current_trace_headers()
-    for event in events:
-        try:
-            if not isinstance(event, NewEvent):
-                raise EnqueueError(f"a NewEvent is needed, not {type(event).__qualname__}")
-            encoded.append(encode_event(event, max_payload_bytes, trace))
-        except EnqueueError as error:
-            raise EnqueueError(f"events[{len(encoded)}]: {error}") from error
-        if event.idempotency_key is not None or event.event_id is not None:
-            may_exist = True
-    return Batch(events=encoded, may_exist=may_exist)
 
 
 def statement_of(event: EncodedEvent, new_id: UUID, schema: str) -> tuple[bytes, Sequence[object]]:
@@ -146,11 +103,11 @@ def statement_of(event: EncodedEvent, new_id: UUID, schema: str) -> tuple[bytes,
 
     Its row is what the event's id turns out to be, or nothing: then it is *new_id*.
     """
-    if event[2:] == _NOTHING_MORE[2:]:
+    if event[2:] == NOTHING_MORE[2:]:
         return insert_statement(schema), (new_id, event.topic, event.payload.decode())
     given: dict[str, object] = {
         name: value
-        for name, value, default in zip(EncodedEvent._fields, event, _NOTHING_MORE, strict=True)
+        for name, value, default in zip(EncodedEvent._fields, event, NOTHING_MORE, strict=True)
         if value != default
     }
     given["payload"] = event.payload.decode()
@@ -225,12 +182,12 @@ def enqueue_each_statement(schema: str) -> str:
     )
 
 
-def as_json(events: Sequence[EncodedEvent]) -> str:
+def as_json(events: Iterable[EncodedEvent]) -> str:
     """The parameter of `enqueue_each_statement`."""
     return f"[{', '.join(map(_event_as_json, events))}]"
 
 
-def _in_parts(events: Iterable[EncodedEvent]) -> Iterator[str]:
+def in_statements(events: Iterable[EncodedEvent]) -> Iterator[str]:
     """The same for several statements, one after the other: PostgreSQL takes no value of a gigabyte."""
     part: list[str] = []
     size = 0
@@ -251,68 +208,6 @@ def _event_as_json(event: EncodedEvent) -> str:
     fields["delay"] = None if event.delay is None else event.delay.total_seconds()
     given = json.dumps({name: value for name, value in fields.items() if value is not None})
     return f'{given[:-1]}, "headers": {event.headers}, "payload": {event.payload.decode()}}}'
-
-
-def plan_copy(events: Sequence[EncodedEvent], ids: Iterable[UUID], schema: str, now: datetime | None) -> Copy:
-    """A COPY of these events. *now* is the database's time, needed if one of them is `timed`.
-
-    A column that would hold its default in every row is left out: most are, mostly.
-    """
-    ids, own_keys = tee(ids)
-    of = dict(zip(EncodedEvent._fields, zip(*events, strict=True), strict=True))
-    columns = {
-        "event_id": uuid_column(ids),
-        "topic": shared(text_field, of["topic"]),
-        "payload": jsonb_column(of["payload"]),
-        "idempotency_key": uuid_text_column(own_keys),
-    }
-    optional: list[tuple[str, Field, Sequence[Any], object]] = [
-        ("headers", jsonb_field, of["headers"], "{}"),
-        ("source", text_field, of["source"], None),
-        ("target", text_field, of["target"], None),
-        ("ordering_key", text_field, of["ordering_key"], None),
-        ("priority", int2_field, of["priority"], 0),
-        ("generation", int8_field, of["generation"], 0),
-        ("producer_max_attempts", int4_field, of["max_attempts"], None),
-        ("holds_key", _hold_field, of["dead_key"], "hold"),
-    ]
-    for name, field, values, default in optional:
-        if values.count(default) < len(events):
-            columns[name] = shared(field, values)
-    if "ordering_key" in columns:
-        columns["parked"] = shared(bool_field, _waits(of["ordering_key"]))
-    if now is not None:
-        # Left out, the column's default says now; COPY can't say that for some rows only.
-        columns["next_run_at"] = shared(time_field, [_next_run_at(event, now) for event in events])
-    return Copy(schema, "outbox", list(columns), in_binary(columns.values(), len(events)))
-
-
-def _hold_field(dead_key: str) -> bytes:
-    return bool_field(dead_key == "hold")
-
-
-def timed(event: EncodedEvent) -> bool:
-    return event.run_at is not None or event.delay is not None
-
-
-def _waits(keys: Sequence[str | None]) -> list[bool]:
-    """Within the batch, a later event of a key waits for the earlier ones."""
-    seen: set[str | None] = {None}
-    parked = []
-    for key in keys:
-        parked.append(key is not None and key in seen)
-        seen.add(key)
-    return parked
-
-
-def _next_run_at(event: EncodedEvent, now: datetime) -> datetime:
-    if event.delay is not None:
-        return now + event.delay
-    return now if event.run_at is None else max(event.run_at, now)
-
-
-# Read as a number: an application may have its own loader for timestamps.
-_NOW = "select cast(extract(epoch from pg_catalog.clock_timestamp()) as double precision)"
 
 
 # Writing it
@@ -336,8 +231,8 @@ def enqueue(connection: object, schema: str, event: EncodedEvent, *, outside_tra
         if route.call is not None:
             new_id = uuid7()
             row = route.call(*statement_of(event, new_id, schema))
-            return _id_of(row) if row[0] else new_id
-        return _id_of(*route.ask(Ask(enqueue_each_statement(schema), (as_json([event]),))))
+            return id_of(row) if row[0] else new_id
+        return id_of(*route.ask(Ask(enqueue_each_statement(schema), (as_json([event]),))))
     except Exception as error:
         raise_explained(error, ENQUEUE.explained(error, schema))
 
@@ -351,66 +246,12 @@ async def enqueue_async(
         if route.call is not None:
             new_id = uuid7()
             row = await route.call(*statement_of(event, new_id, schema))
-            return _id_of(row) if row[0] else new_id
-        return _id_of(*await route.ask(Ask(enqueue_each_statement(schema), (as_json([event]),))))
+            return id_of(row) if row[0] else new_id
+        return id_of(*await route.ask(Ask(enqueue_each_statement(schema), (as_json([event]),))))
     except Exception as error:
         raise_explained(error, ENQUEUE.explained(error, schema))
 
 
-def enqueue_many(connection: object, schema: str, batch: Batch, *, outside_transaction: bool) -> list[UUID]:
-    """Writes many events, by COPY where that is possible; returns their ids in the given order."""
-    return ENQUEUE.run(
-        connection,
-        schema,
-        lambda route: _write(batch, schema, route.copies, alone=outside_transaction),
-        outside=outside_transaction,
-    )
-
-
-async def enqueue_many_async(
-    connection: object, schema: str, batch: Batch, *, outside_transaction: bool
-) -> list[UUID]:
-    """The same on an asynchronous connection."""
-    return await ENQUEUE.run_async(
-        connection,
-        schema,
-        lambda route: _write(batch, schema, route.copies, alone=outside_transaction),
-        outside=outside_transaction,
-    )
-
-
-def _write(batch: Batch, schema: str, copies: Callable[[], bool], *, alone: bool) -> Steps[list[UUID]]:
-    if not batch.events:
-        return []
-    if batch.may_exist or not copies():
-        written: list[UUID] = []
-        # Without a transaction around them, only one statement writes all or none.
-        for part in [as_json(batch.events)] if alone else _in_parts(batch.events):
-            rows = yield Ask(enqueue_each_statement(schema), (part,))
-            written += map(_id_of, rows)
-        return written
-    now = None
-    if any(map(timed, batch.events)):
-        [row] = yield Ask(_NOW, ())
-        now = datetime.fromtimestamp(float(row[0]), UTC)
-    ids: list[UUID] = []
-    yield plan_copy(batch.events, _new_ids(len(batch.events), ids), schema, now)
-    wake = (
-        f'select "{schema}".outbox_wake('
-        "array(select pg_catalog.json_array_elements_text(cast(cast($1 as text) as json))))"
-    )
-    yield Ask(wake, (json.dumps(sorted({event.topic for event in batch.events})),))
-    return ids
-
-
-def _new_ids(number: int, made: list[UUID]) -> Iterator[UUID]:
-    """Made as they are taken, so that the server works on the first rows meanwhile; *made* gets them too."""
-    for start in range(0, number, 100):
-        some = uuid7.many(min(100, number - start))
-        made += some
-        yield from some
-
-
-def _id_of(row: Row) -> UUID:
+def id_of(row: Row) -> UUID:
     # An application may have its own loader for uuid.
     return row[0] if isinstance(row[0], UUID) else UUID(str(row[0]))

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pulse_outbox import enqueue
+from pulse_outbox import bulk, enqueue
 from pulse_outbox.errors import SettingsError
 from pulse_outbox.events import (
     DEFAULT_MAX_PAYLOAD_BYTES,
@@ -214,10 +214,15 @@ class Outbox:
         events: Iterable[NewEvent],
         *,
         outside_transaction: bool = False,
+        stream: bool = False,
     ) -> list[UUID]:
-        """Writes many events at once and returns their ids in order; one bad event refuses all, before any SQL."""
-        batch = enqueue.encode_events(self._all_in_time(events), self.max_payload_bytes)
-        return enqueue.enqueue_many(connection, self.schema, batch, outside_transaction=outside_transaction)
+        """Writes many events at once and returns their ids in order; one bad event refuses all, before any SQL.
+
+        With *stream*, the server writes the first events while the later ones are read, under a savepoint that undoes
+        it if one of these is bad. What makes the events must not use *connection* then, which is busy.
+        """
+        batch = bulk.encode_events(self._all_in_time(events), self.max_payload_bytes, stream=stream)
+        return bulk.enqueue_many(connection, self.schema, batch, outside_transaction=outside_transaction)
 
     async def enqueue_many_async(
         self,
@@ -225,10 +230,11 @@ class Outbox:
         events: Iterable[NewEvent],
         *,
         outside_transaction: bool = False,
+        stream: bool = False,
     ) -> list[UUID]:
         """`enqueue_many` on an asynchronous connection."""
-        batch = enqueue.encode_events(self._all_in_time(events), self.max_payload_bytes)
-        return await enqueue.enqueue_many_async(
+        batch = bulk.encode_events(self._all_in_time(events), self.max_payload_bytes, stream=stream)
+        return await bulk.enqueue_many_async(
             connection, self.schema, batch, outside_transaction=outside_transaction
         )
 

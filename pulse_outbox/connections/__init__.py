@@ -86,6 +86,7 @@ class Ask(NamedTuple):
 
     text: str
     parameters: tuple[str, ...]
+    has_rows: bool = True
 
     @property
     def text_with_percents(self) -> str:
@@ -100,9 +101,12 @@ class Copy(NamedTuple):
     table: str
     columns: Sequence[str]
     parts: Iterator[bytes]
+    is_stream: bool = False
+    """Code of the application runs where the next part is made."""
 
 
 Steps = Generator[Ask | Copy, Sequence[Row], R]
+"""What is to be done, one after the other. What a step raises is thrown into it, and it may take further steps."""
 
 
 class SyncRoute(Protocol):
@@ -225,18 +229,21 @@ class Errand:
         route = self.sync_route(connection, outside=outside)
         plan = steps(route)
         answer: Any = None
-        try:
-            while True:
-                try:
-                    step = plan.send(answer)
-                except StopIteration as end:
-                    return end.value  # type: ignore[no-any-return]  # what Steps[R] returns
+        failure: BaseException | None = None
+        while True:
+            try:
+                step = plan.send(answer) if failure is None else plan.throw(failure)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]  # what Steps[R] returns
+            finally:
+                failure = None  # its traceback has this frame
+            try:
                 if isinstance(step, Ask):
                     answer = route.ask(step)
                 else:
                     route.copy(step)
-        except Exception as error:
-            raise_explained(error, self.explained(error, schema))
+            except BaseException as error:
+                failure = self._failure(error, schema)
 
     async def run_async(
         self, connection: object, schema: str, steps: Callable[[AsyncRoute], Steps[R]], *, outside: bool
@@ -245,18 +252,30 @@ class Errand:
         route = await self.async_route(connection, outside=outside)
         plan = steps(route)
         answer: Any = None
-        try:
-            while True:
-                try:
-                    step = plan.send(answer)
-                except StopIteration as end:
-                    return end.value  # type: ignore[no-any-return]
+        failure: BaseException | None = None
+        while True:
+            try:
+                step = plan.send(answer) if failure is None else plan.throw(failure)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            finally:
+                failure = None
+            try:
                 if isinstance(step, Ask):
                     answer = await route.ask(step)
                 else:
                     await route.copy(step)
-        except Exception as error:
-            raise_explained(error, self.explained(error, schema))
+            except BaseException as error:
+                failure = self._failure(error, schema)
+
+    def _failure(self, error: BaseException, schema: str) -> BaseException:
+        """What a step has raised, as the plan gets to know it: it may have something to undo."""
+        if not isinstance(error, Exception):
+            return error
+        explained = self.explained(error, schema)
+        if explained is not error:
+            explained.__cause__ = error
+        return explained
 
 
 _FAILED = (

@@ -66,6 +66,8 @@ class DbapiRoute:
         cursor = self._connection.cursor()
         try:
             cursor.execute(text, parameters)
+            if not ask.has_rows:
+                return []
             # Some applications have rows as dictionaries.
             return [tuple(row.values() if isinstance(row, Mapping) else row) for row in cursor.fetchall()]
         finally:

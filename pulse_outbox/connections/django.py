@@ -58,7 +58,7 @@ class DjangoRoute:
         # Through Django's own cursor: the application's wrappers, its log and its count of queries see it.
         with self._connection.cursor() as cursor:
             cursor.execute(ask.text_with_percents, ask.parameters)
-            return [tuple(row) for row in cursor.fetchall()]
+            return [tuple(row) for row in cursor.fetchall()] if ask.has_rows else []
 
     def copies(self) -> bool:
         return bool(self._beneath.copies())

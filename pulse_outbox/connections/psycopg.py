@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
+from threading import Lock
 from typing import Any
 
 import psycopg
@@ -66,7 +67,8 @@ class PsycopgRoute:
 
     def ask(self, ask: Ask) -> list[Row]:
         cursor = psycopg.RawCursor(self._connection, row_factory=tuple_row)
-        return cursor.execute(ask.text.encode(), ask.parameters).fetchall()
+        cursor.execute(ask.text.encode(), ask.parameters)
+        return cursor.fetchall() if ask.has_rows else []
 
     def copies(self) -> bool:
         return _copies(self._connection)
@@ -76,7 +78,7 @@ class PsycopgRoute:
         writer = _Writer(cursor)
         try:
             with cursor.copy(_copy_statement(copy), writer=writer) as writing:
-                for part in copy.parts:
+                for part in _unlocked(copy.parts, self._connection.lock) if copy.is_stream else copy.parts:
                     writing.write(part)
         except BaseException as error:
             with _free_or_closed(self._connection) as is_copying:
@@ -109,7 +111,7 @@ class AsyncPsycopgRoute:
     async def ask(self, ask: Ask) -> list[Row]:
         cursor = psycopg.AsyncRawCursor(self._connection, row_factory=tuple_row)
         await cursor.execute(ask.text.encode(), ask.parameters)
-        return await cursor.fetchall()
+        return await cursor.fetchall() if ask.has_rows else []
 
     def copies(self) -> bool:
         return _copies(self._connection)
@@ -126,6 +128,25 @@ class AsyncPsycopgRoute:
                 if is_copying:
                     await writer.finish(error)
             raise
+
+
+def _unlocked(parts: Iterator[bytes], lock: Lock) -> Iterator[bytes]:
+    """Lets go of psycopg's lock of the connection, where its COPY holds it, while the application makes a part.
+
+    If it uses the connection, which it must not, it would wait for itself: so it gets psycopg's error.
+    """
+    is_held = lock.locked()
+    while True:
+        if is_held:
+            lock.release()
+        try:
+            part = next(parts, None)
+        finally:
+            if is_held:
+                lock.acquire()
+        if part is None:
+            return
+        yield part
 
 
 class _Writer(LibpqWriter):

@@ -92,7 +92,8 @@ class SQLAlchemyRoute:
     def ask(self, ask: Ask) -> list[Row]:
         dialect = self._connection.dialect
         text = ask.text if dialect.paramstyle == "numeric_dollar" else ask.text_with_percents
-        return [tuple(row) for row in self._connection.exec_driver_sql(text, ask.parameters)]
+        result = self._connection.exec_driver_sql(text, ask.parameters)
+        return [tuple(row) for row in result] if ask.has_rows else []
 
     def copies(self) -> bool:
         return bool(self._beneath.copies())

@@ -450,6 +450,7 @@ WATCHED = [
     "tenacity",
 ]
 OUTBOX_MODULES = [
+    "bulk",
     "connections",
     "connections.copying",
     "enqueue",

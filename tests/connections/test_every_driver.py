@@ -12,7 +12,7 @@ from uuid import UUID, uuid4
 import psycopg
 import pytest
 
-from pulse_outbox import EnqueueError, Event, NewEvent, Outbox, SchemaError, TransactionNeeded, enqueue
+from pulse_outbox import EnqueueError, Event, NewEvent, Outbox, SchemaError, TransactionNeeded, bulk, enqueue
 from pulse_outbox.connections import Ask
 from tests.connections.drivers import DRIVERS, Driver, Open, opening
 from tests.enqueue.reading import rows
@@ -238,12 +238,12 @@ def test_a_large_batch_is_written_in_parts(driver, watcher, monkeypatch, outside
     """No value of a gigabyte is sent. What may be outside a transaction stays whole, to be written or not."""
     sent: list[str] = []
 
-    def ask(text: str, values: tuple[str, ...]) -> Ask:
+    def ask(text: str, values: tuple[str, ...], **options: bool) -> Ask:
         sent.extend(values)
-        return Ask(text, values)
+        return Ask(text, values, **options)
 
     monkeypatch.setattr(enqueue, "STATEMENT_CHARACTERS", 1000)
-    monkeypatch.setattr(enqueue, "Ask", ask)
+    monkeypatch.setattr(bulk, "Ask", ask)
     sizes = [10, 300, 10, 2000, 10, 400, 400]
     given = [NewEvent("t", "x" * size, idempotency_key=f"k{n}") for n, size in enumerate(sizes)]
     ids = driver.enqueue_many(outbox, given, outside_transaction=outside)
@@ -252,6 +252,21 @@ def test_a_large_batch_is_written_in_parts(driver, watcher, monkeypatch, outside
     assert [row["event_id"] for row in rows(watcher)] == ids
     assert [row["payload"] for row in rows(watcher)] == [event.payload for event in given]
     assert [len(json.loads(text)) for text in sent] == ([7] if outside else [3, 1, 2, 1])
+
+
+def test_a_stream_is_written_whole_or_not_at_all(driver, watcher):
+    """By COPY under a savepoint, or as any batch where the driver has no COPY."""
+    events = [NewEvent("t", n) for n in range(2 * bulk.FIRST_CHECKED)]
+    driver.execute("insert into orders values (7)")
+    with pytest.raises(EnqueueError, match=rf"^events\[{len(events)}\]: payload: a NUL"):
+        driver.enqueue_many(outbox, iter([*events, NewEvent("t", "\0")]), stream=True)
+    driver.execute("insert into orders values (8)")
+    ids = driver.enqueue_many(outbox, iter(events), stream=True)
+    driver.commit()
+
+    assert orders(watcher) == [7, 8]
+    assert [row["event_id"] for row in rows(watcher)] == ids
+    assert [row["payload"] for row in rows(watcher)] == [event.payload for event in events]
 
 
 def test_ordering_keys_and_ids_are_kept(driver, watcher):

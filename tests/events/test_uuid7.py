@@ -62,6 +62,19 @@ def test_many_at_once_never_step_by_nothing():
     assert len(set(source.many(100))) == 100
 
 
+@pytest.mark.parametrize("tail", [2**62 - 1, 2**62 - 2**33, 5 * 2**62 - 3])
+def test_many_at_once_never_run_over_into_the_variant(tail):
+    """Added to the whole number, their steps would change the bits that say what kind of UUID it is."""
+    source = Uuid7Source(clock=lambda: 5_000_000)
+    source()
+    source._tail = tail
+
+    ids = [*source.many(100), source()]
+
+    assert ids == sorted(set(ids))
+    assert {(one.version, one.variant) for one in ids} == {(7, RFC_4122)}
+
+
 def test_many_at_once_borrow_the_next_millisecond_early():
     source = Uuid7Source(clock=lambda: 5_000_000)
     source()

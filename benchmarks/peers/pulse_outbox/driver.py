@@ -25,7 +25,7 @@ class Ours:
         if task.action == "work":
             kept = "rows deleted when completed" if task.option("delete") else "completed rows kept"
             return f"concurrency={task.concurrency}, batch={task.batch}, {kept}, all else default"
-        return "enqueue in autocommit; many: enqueue_many in one transaction"
+        return "enqueue in autocommit; many: enqueue_many of a stream in one transaction"
 
     async def setup(self, task: Task) -> None:
         migrate(task.dsn)
@@ -122,10 +122,11 @@ class Producing:
         with self._connection.transaction():
             self._outbox.enqueue_many(
                 self._connection,
-                [
+                (
                     NewEvent(TOPIC, payload_of(number, size), ordering_key=self._key(number))
                     for number in numbers
-                ],
+                ),
+                stream=True,
             )
 
     def _key(self, number: int) -> str | None:
