@@ -112,14 +112,16 @@ class Event(Generic[T]):
         self.connection: Final[Any] = connection
         self.__class__ = _SealedEvent
 
-    def __getattr__(self, name: str) -> Any:
-        # Only where a slot is empty: of a claimed event, what nobody has asked for before.
-        read = _OF_CLAIM.get(name)
-        if read is None:
-            raise AttributeError(f"an Event has no {name!r}")
-        value = read(self._claim)
-        object.__setattr__(self, name, value)
-        return value
+    if not TYPE_CHECKING:  # else no misspelt name would be found
+
+        def __getattr__(self, name):
+            # Only where a slot is empty: of a claimed event, what nobody has asked for before.
+            read = _OF_CLAIM.get(name)
+            if read is None:
+                raise AttributeError(f"an Event has no {name!r}")
+            value = read(self._claim)
+            object.__setattr__(self, name, value)
+            return value
 
     def __reduce__(self) -> tuple[Any, ...]:
         # For copies, and for pickles to other processes. What the dispatcher filled in belongs to this run of the

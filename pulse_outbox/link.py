@@ -16,16 +16,19 @@ from psycopg import capabilities, errors, pq
 from psycopg.adapt import AdaptersMap, PyFormat, Transformer
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import ConnStatus, ExecStatus, Format
+from psycopg.types.datetime import TimestamptzBinaryLoader
 from psycopg.types.numeric import Int8BinaryLoader
 from psycopg.types.string import ByteaBinaryLoader
+from psycopg.types.uuid import UUIDBinaryLoader
 
 from pulse_outbox.errors import SettingsError
 from pulse_outbox.storage_retry import CallTimedOut, loses_connection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from psycopg.abc import Buffer
+    from psycopg.adapt import Loader
     from psycopg.pq.abc import PGresult
 
     from pulse_outbox.claims import Rows
@@ -222,14 +225,20 @@ class _Question:
             self.answer.set_result(self.result)
 
 
-class _Raw:
-    """For psycopg, how to read an answer in which ids and times stay as they are."""
+# How ids and times of an answer are read: as psycopg reads them, whatever the application has registered for all of
+# its connections; or not at all.
+_OWN = {"uuid": UUIDBinaryLoader, "timestamptz": TimestamptzBinaryLoader}
+_RAW = {"uuid": ByteaBinaryLoader, "timestamptz": Int8BinaryLoader}
 
-    def __init__(self, conn: psycopg.AsyncConnection[Any]) -> None:
+
+class _Reading:
+    """What a Transformer wants to know: a connection, and how its values are read."""
+
+    def __init__(self, conn: psycopg.AsyncConnection[Any], loaders: Mapping[str, type[Loader]]) -> None:
         self.connection = conn
         self.adapters = AdaptersMap(conn.adapters)
-        self.adapters.register_loader("uuid", ByteaBinaryLoader)
-        self.adapters.register_loader("timestamptz", Int8BinaryLoader)
+        for name, loader in loaders.items():
+            self.adapters.register_loader(name, loader)
 
 
 class _Line:
@@ -241,8 +250,8 @@ class _Line:
 
     def __init__(self, conn: psycopg.AsyncConnection[Any], call_timeout: float) -> None:
         self._pgconn = conn.pgconn
-        self._transformer = Transformer(conn)
-        self._raw_transformer = Transformer(_Raw(conn))
+        self._transformer = Transformer(_Reading(conn, _OWN))
+        self._raw_transformer = Transformer(_Reading(conn, _RAW))
         self._call_timeout = call_timeout
         self._deadline: asyncio.TimerHandle | None = None
         """Of the first question: those behind it can't be answered before it is."""

@@ -210,10 +210,10 @@ def _as_element(value: object) -> str:
 
 
 def _with_event_id(row: Sequence[Any]) -> tuple[Any, ...]:
-    """An event's id comes first, where there is one, and some drivers return it as text."""
-    if row and isinstance(row[0], str):
+    """An event's id comes first, where there is one; as text, or as whatever the application reads it as."""
+    if row and row[0] is not None and not isinstance(row[0], UUID):
         with suppress(ValueError):
-            return UUID(row[0]), *row[1:]
+            return UUID(str(row[0])), *row[1:]
     return tuple(row)
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
+import psycopg
 import pytest
 import pytest_asyncio
+from psycopg.abc import Buffer
+from psycopg.adapt import Loader
+from psycopg.pq import Format
+from psycopg.types.uuid import UUIDBinaryLoader
 
 from pulse_outbox import Outbox
 from pulse_outbox.link import Link
@@ -102,3 +108,34 @@ async def test_what_was_sent_is_read_as_it_was_asked(store, conn):
     asking.prepare()
 
     assert [claim.payload for claim in await asking] == ['{"n": 1}']
+
+
+class OtherId:
+    """What some libraries have instead of a UUID."""
+
+
+class OtherLoader(Loader):
+    format = Format.BINARY
+
+    def load(self, data: Buffer) -> OtherId:
+        return OtherId()
+
+
+@pytest.fixture
+def other_ids() -> Iterator[None]:
+    psycopg.adapters.register_loader("uuid", OtherLoader)
+    yield
+    psycopg.adapters.register_loader("uuid", UUIDBinaryLoader)
+
+
+async def test_answers_are_about_claims_whatever_the_application_reads_ids_as(dsn, conn, other_ids):
+    """A result whose row is locked, or whose lease is lost, would be taken for stored."""
+    Outbox().enqueue(conn, "mail", {})
+    conn.commit()
+    store = Store(Link(dsn))
+    [claim] = await store.claim(limit=1, topics=["mail"])
+    stale = claim._replace(raw_token=uuid4().bytes)
+
+    assert await store.complete([stale]) == {claim.event_id: "lost"}
+    assert await store.heartbeat([stale], lease=timedelta(seconds=30)) == {claim.event_id: "lost"}
+    await store.close()

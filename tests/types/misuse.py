@@ -67,6 +67,7 @@ def payload_misread(event: Event[OrderPaid]) -> None:
     text: str = event.payload.order_id  # E: assignment | reportAssignmentType
     print(text)
     event.attempt = 3  # E: misc | reportAttributeAccessIssue
+    print(event.attempts)  # E: attr-defined | reportAttributeAccessIssue
 
 
 # Policies
