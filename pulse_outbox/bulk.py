@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -19,6 +20,7 @@ from uuid import UUID
 from pulse_outbox.connections import Ask, Copy, Steps
 from pulse_outbox.connections.copying import (
     END,
+    NO_ROW,
     SIGNATURE,
     Field,
     bool_field,
@@ -45,7 +47,7 @@ from pulse_outbox.enqueue import (
     in_statements,
 )
 from pulse_outbox.errors import EnqueueError
-from pulse_outbox.events import NewEvent, encode_flat, uuid7, uuids
+from pulse_outbox.events import NewEvent, encode_flat, is_flat, uuid7, uuids
 from pulse_outbox.trace import add_trace, current_trace_headers
 
 FIRST_CHECKED = 500
@@ -108,6 +110,11 @@ class Batch:
             self._trouble = error
             return None
 
+    @property
+    def has_trouble(self) -> bool:
+        """Whether the later ones have failed."""
+        return self._trouble is not None
+
     def raise_trouble(self) -> None:
         trouble, self._trouble = self._trouble, None
         try:
@@ -125,7 +132,8 @@ def encode_events(events: Iterable[NewEvent], max_payload_bytes: int, *, stream:
 def _encode_parts(
     events: Iterable[NewEvent], max_payload_bytes: int, trace: Mapping[str, str]
 ) -> Iterator[Part]:
-    untaken = iter(events)
+    stay = isinstance(events, list | tuple)
+    untaken = iter(events if stay else _as_they_are(events, max_payload_bytes, trace))
     place = 0
     while some := [*islice(untaken, PART)]:
         of = _encode_alike(some, max_payload_bytes, trace)
@@ -136,8 +144,27 @@ def _encode_parts(
         place += len(some)
 
 
+def _as_they_are(
+    events: Iterable[NewEvent], max_payload_bytes: int, trace: Mapping[str, str]
+) -> Iterator[NewEvent | EncodedEvent]:
+    """Events that can't change any more: a generator may use an object again for its next event.
+
+    Of a flat payload a copy is enough, and is encoded later, with others. All else is encoded at once.
+    """
+    for place, event in enumerate(events):
+        if type(event) is not NewEvent:
+            yield event  # which will be refused
+        elif event[4] is None and is_flat(event[1]):
+            yield _as_new((event[0], event[1].copy(), *event[2:]))
+        else:
+            yield _encode_one(event, place, max_payload_bytes, trace)
+
+
+_as_new: Callable[[tuple[Any, ...]], NewEvent] = partial(tuple.__new__, NewEvent)
+
+
 def _encode_alike(
-    events: Sequence[NewEvent], max_payload_bytes: int, trace: Mapping[str, str]
+    events: Sequence[NewEvent | EncodedEvent], max_payload_bytes: int, trace: Mapping[str, str]
 ) -> dict[str, Sequence[Any]] | None:
     """The columns of events like most: nothing but payloads has to be encoded, and these are flat. None of others."""
     if not _NEW_EVENT.issuperset(map(type, events)):
@@ -153,18 +180,25 @@ def _encode_alike(
     return of
 
 
+def _encode_one(
+    event: NewEvent, place: int, max_payload_bytes: int, trace: Mapping[str, str]
+) -> EncodedEvent:
+    try:
+        if not isinstance(event, NewEvent):
+            raise EnqueueError(f"a NewEvent is needed, not {type(event).__qualname__}")
+        return encode_event(event, max_payload_bytes, trace)
+    except EnqueueError as error:
+        raise EnqueueError(f"events[{place}]: {error}") from error
+
+
 def _encode_each(
-    events: Sequence[NewEvent], place: int, max_payload_bytes: int, trace: Mapping[str, str]
+    events: Sequence[NewEvent | EncodedEvent], place: int, max_payload_bytes: int, trace: Mapping[str, str]
 ) -> dict[str, Sequence[Any]]:
     """The columns of any events; *place* is that of the first one in the batch."""
-    encoded: list[EncodedEvent] = []
-    for event in events:
-        try:
-            if not isinstance(event, NewEvent):
-                raise EnqueueError(f"a NewEvent is needed, not {type(event).__qualname__}")
-            encoded.append(encode_event(event, max_payload_bytes, trace))
-        except EnqueueError as error:
-            raise EnqueueError(f"events[{place + len(encoded)}]: {error}") from error
+    encoded = [
+        event if isinstance(event, EncodedEvent) else _encode_one(event, number, max_payload_bytes, trace)
+        for number, event in enumerate(events, place)
+    ]
     return dict(zip(EncodedEvent._fields, zip(*encoded, strict=True), strict=True))
 
 
@@ -217,7 +251,9 @@ class Copying:
                 self._parts.append(part)
                 break
             yield self._rows(part, columns)
-        yield END
+        # Where it fails, the server has to refuse the COPY: if it was ended well and then nothing came to take it back
+        # (a task can be cancelled twice), half a batch could be committed.
+        yield NO_ROW if self._batch.has_trouble else END
 
     def left(self) -> Part | None:
         """Where the next COPY has to begin, which then has the columns for it; None if all is written."""
@@ -266,7 +302,8 @@ class Copying:
         assert self.now is not None
         if delay is not None:
             return self.now + delay
-        return self.now if run_at is None else max(run_at, self.now)
+        # In UTC: of an hour that comes twice, both would be the same to whoever looks for equal times.
+        return self.now if run_at is None else max(run_at.astimezone(UTC), self.now)
 
 
 def _hold_field(dead_key: str) -> bytes:
@@ -359,7 +396,11 @@ def _copy(batch: Batch, schema: str) -> Steps[list[UUID]]:
         if copying.timed and copying.now is None:
             [row] = yield Ask(_NOW, ())
             copying.now = datetime.fromtimestamp(float(row[0]), UTC)
-        yield copying.next_copy()
+        try:
+            yield copying.next_copy()
+        except Exception:
+            batch.raise_trouble()  # for which the server was made to refuse the COPY
+            raise
         left = copying.left()
         if left is None or left.may_exist:
             break

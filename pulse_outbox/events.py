@@ -20,7 +20,18 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from itertools import accumulate, chain, repeat
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, Protocol, TypedDict, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Generic,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypedDict,
+    TypeGuard,
+    TypeVar,
+)
 from uuid import UUID, SafeUUID
 
 from pydantic import BaseModel
@@ -379,7 +390,7 @@ def encode_json(name: str, value: object, max_bytes: int) -> bytes:
     unreadable = unchanged = False
     # Short texts have no room for a nesting or a number that would not read back.
     if len(body) <= 2 * MAX_DEPTH:
-        if b"\\" not in body and _is_flat(value):
+        if b"\\" not in body and is_flat(value):
             return body
     else:
         try:
@@ -458,7 +469,7 @@ def _parse_integer(digits: str) -> object:
     return 0 if len(digits.lstrip("-")) <= MAX_INTEGER_DIGITS else _LongInteger()
 
 
-def _is_flat(value: object) -> bool:
+def is_flat(value: object) -> TypeGuard[dict[str, Any]]:
     """Whether this is a dict of texts, integers and the like, as most are: nothing in it could be lost on the way."""
     return (
         type(value) is dict

@@ -41,6 +41,9 @@ class AsyncpgRoute:
         return State.OPEN if self._connection.is_in_transaction() else State.OUTSIDE
 
     async def ask(self, ask: Ask) -> list[Row]:
+        if not ask.has_rows:
+            await self._connection.execute(ask.text)  # in one step: cancelled, it is done or not
+            return []
         return [tuple(row) for row in await self._connection.fetch(ask.text, *ask.parameters)]
 
     def copies(self) -> bool:

@@ -19,6 +19,8 @@ Field = Callable[[Any], bytes]
 
 SIGNATURE = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 END = b"\xff\xff"
+NO_ROW = bytes(2)
+"""A row without fields, which no table of ours has: PostgreSQL refuses the COPY."""
 _NULL = b"\xff\xff\xff\xff"
 _EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import asyncpg
 import psycopg
@@ -389,3 +391,54 @@ async def test_a_stream_on_asyncpg_is_cancelled(dsn):
     finally:
         await conn.close()
         await other.close()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_generator_may_use_an_object_again(conn, streamed):
+    """An event is written as it was when it was taken."""
+
+    def used_again() -> Iterator[NewEvent]:
+        flat: dict[str, Any] = {}
+        nested: dict[str, Any] = {"list": []}
+        headers: dict[str, Any] = {}
+        for n in range(MANY):
+            flat["n"], nested["list"][:], headers["n"] = n, [n], n
+            yield NewEvent("t", flat)
+            yield NewEvent("t", nested)
+            yield NewEvent("t", {}, headers=headers)
+
+    outbox.enqueue_many(conn, used_again(), stream=streamed)
+
+    written = rows(conn)
+    assert [row["payload"] for row in written[::3]] == [{"n": n} for n in range(MANY)]
+    assert [row["payload"] for row in written[1::3]] == [{"list": [n]} for n in range(MANY)]
+    assert [row["headers"] for row in written[2::3]] == [{"n": n} for n in range(MANY)]
+
+
+def test_what_nobody_takes_back_can_not_be_committed(conn, monkeypatch):
+    """Interrupted right before it is rolled back, a refused batch leaves a failed transaction and no half of it."""
+    from pulse_outbox.connections.psycopg import PsycopgRoute
+
+    ask = PsycopgRoute.ask
+
+    def interrupted(self: PsycopgRoute, step: Ask) -> list[Row]:
+        if step.text.startswith("rollback"):
+            raise KeyboardInterrupt
+        return ask(self, step)
+
+    monkeypatch.setattr(PsycopgRoute, "ask", interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        outbox.enqueue_many(conn, stream(late=NewEvent("t", {"bad": "\0"})), stream=True)
+
+    assert conn.info.transaction_status == TransactionStatus.INERROR
+
+
+def test_both_hours_of_a_night_that_has_one_twice(conn):
+    """Python takes the two times for equal."""
+    first = datetime(2030, 10, 27, 2, 30, tzinfo=ZoneInfo("Europe/Berlin"))
+    second = first.replace(fold=1)
+
+    outbox.enqueue_many(conn, [NewEvent("t", {}, run_at=first), NewEvent("t", {}, run_at=second)])
+
+    assert [row["next_run_at"].astimezone(UTC).hour for row in rows(conn)] == [0, 1]
