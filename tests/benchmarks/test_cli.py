@@ -19,6 +19,7 @@ def test_list_names_every_peer_and_workload(capsys):
     [
         (["--workloads", "drian"], "there is no workload 'drian'"),
         (["--peers", "celery"], "there is no peer 'celery'"),
+        (["--against", "no-such-branch"], "there is no revision 'no-such-branch'"),
         (["--workloads", "drain", "--set", "count"], "SIZE=VALUE is needed"),
     ],
 )
