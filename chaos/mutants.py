@@ -93,7 +93,8 @@ def fence(of_the_row: str, of_the_claim: str) -> tuple[tuple[str, str, str], ...
     )
 
 
-HEAD_OF_THE_DEAD = "(h.status = 'DEAD_LETTERED' and h.holds_key)"
+HEAD_OF_THE_DEAD = "(h.indexed_as = 'RUNNING' or h.holds_key)"
+RUNNING_HEAD = "h.indexed_as = 'RUNNING'"
 
 MUTANTS: dict[str, Mutant] = {
     "no fence": Mutant(
@@ -258,7 +259,7 @@ MUTANTS: dict[str, Mutant] = {
         why="events go on behind a dead letter that should hold them",
         noticed_by=("order",),
         course="keys",
-        changes=(("unpark", HEAD_OF_THE_DEAD, "false"), ("whose_turn", HEAD_OF_THE_DEAD, "false")),
+        changes=(("unpark", HEAD_OF_THE_DEAD, RUNNING_HEAD), ("whose_turn", HEAD_OF_THE_DEAD, RUNNING_HEAD)),
     ),
     "enqueue outside the transaction": Mutant(
         why="what was rolled back runs all the same",
@@ -270,7 +271,7 @@ MUTANTS: dict[str, Mutant] = {
         why="jobs are taken from workers that live",
         noticed_by=("fence",),
         course="calm",
-        changes=(("outbox_reap", "and o.lease_until < v_now", "and o.lease_until is not null"),),
+        changes=(("outbox_reap", "and o.indexed_at < v_now", ""),),
     ),
     "the watchdog does not hold off": Mutant(
         why="after an outage jobs are taken from workers that live",

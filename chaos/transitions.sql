@@ -119,8 +119,14 @@ $$;
 
 create trigger chaos_insert after insert on pulse.outbox
   for each row execute function chaos.log_insert();
+-- A lease that gets an entry of its own in outbox_leases is no change of its state either.
 create trigger chaos_update after update on pulse.outbox
-  for each row when (old.parked = new.parked or old.status <> new.status) execute function chaos.log_update();
+  for each row
+  when ((old.parked = new.parked or old.status <> new.status)
+        and not (old.status = new.status
+                 and old.lease_until = new.lease_until
+                 and old.indexed_at is distinct from new.indexed_at))
+  execute function chaos.log_update();
 create trigger chaos_turn after update on pulse.outbox
   for each row when (old.parked <> new.parked and old.status = new.status) execute function chaos.log_turn();
 create trigger chaos_delete after delete on pulse.outbox

@@ -334,13 +334,13 @@ class Operations:
                         c.cycle -> 'last_failure' ->> 'error_class', count(*)
                  from (select d.topic, d.status, d.last_failure, d.failure_history
                          from {schema}.outbox d
-                        where d.status = 'DEAD_LETTERED'
+                        where d.indexed_as = 'DEAD_LETTERED'
                           and d.topic = any (%(topics)s::text[])
-                          and d.completed_at >= %(since)s
+                          and d.indexed_at >= %(since)s
                         union all
                        (select r.topic, r.status, r.last_failure, r.failure_history
                          from {schema}.outbox r
-                        where r.status in ('PENDING', 'RETRYING')
+                        where r.indexed_as in ('PENDING', 'RETRYING')
                           and not r.parked
                           and r.topic = any (%(topics)s::text[])
                           and r.status = 'RETRYING'

@@ -152,13 +152,15 @@ class Store:
         token: UUID | None = None,
         fresh: bool = False,
         plain: bool = False,
+        together: bool = False,
         now: datetime | None = None,
     ) -> Asking[Claimed]:
         """Takes up to *limit* due events; see outbox_claim. By priority, due time and seq.
 
         A caller that wants to ask again after an error awaits the same again. One that asks another time, or another
         store, brings its own *token*, *fresh* when it is new. *plain*: there is one lane, in which ordering keys and
-        budgets of one are not to be expected. That is only about speed; see outbox_claim_lane.
+        budgets of one are not to be expected. *together*: many are. Both are only about speed; see outbox_claim_lane
+        and outbox_claim.
         """
         if token is None:
             token, fresh = uuid4(), True
@@ -174,6 +176,7 @@ class Store:
             "p_lanes": json.dumps(lanes) if lanes is not None else None,
             "p_lapses": lapses,
             "p_alone": alone,
+            "p_together": together,
             "p_now": now,
         }
 
@@ -532,6 +535,7 @@ def _of_lane(
         "p_budget": budgets[topics.index(lane["topic"])],
         "p_slots": claim["p_slots"],
         "p_try": claim["p_try"],
+        "p_together": claim["p_together"],
         "p_now": claim["p_now"],
     }
 
@@ -610,6 +614,7 @@ _TYPES = {
     "p_fresh": "boolean",
     "p_full": "boolean",
     "p_alone": "boolean",
+    "p_together": "boolean",
     "p_sleeping": "boolean",
 }
 

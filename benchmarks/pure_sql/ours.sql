@@ -26,7 +26,8 @@ begin
              p_lease       => '30 seconds',
              p_budget      => 5,
              p_slots       => v_batch,
-             p_try         => 1) as c;
+             p_try         => 1,
+             p_together    => v_batch >= 20) as c;
     commit;
     exit when v_ids is null;
     perform pulse.outbox_complete(

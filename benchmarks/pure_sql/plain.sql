@@ -17,6 +17,7 @@ begin
     with claimed as (
       update pulse.outbox o
          set status       = 'RUNNING',
+             indexed_as   = 'RUNNING',
              attempts     = o.attempts + 1,
              max_attempts = 5,
              lease_until  = clock_timestamp() + interval '30 seconds',
@@ -29,7 +30,7 @@ begin
                   and d.generation = 0
                   and d.lapses = 0
                   and d.priority = 0
-                  and d.status in ('PENDING', 'RETRYING')
+                  and d.indexed_as in ('PENDING', 'RETRYING')
                   and not d.parked
                   and (d.next_run_at, d.seq) > (v_due, v_seq)
                   and d.next_run_at <= clock_timestamp()

@@ -45,6 +45,8 @@ HEARING_NAP = 0.05
 """Producers that were told not to notify are told to again when the naps have become this long …"""
 DEAF_LONGEST = 5.0
 """… or after so many seconds: as much may come in fewer commits by now."""
+TOGETHER = 20
+"""From how many on a batch stands for the leases of what is claimed, where that is quick work."""
 PREPARED_TOPICS = 32
 """For how many topics, those that had work last, a claim is at hand while this sleeps."""
 PREPARED_FOR = 2.0
@@ -295,6 +297,7 @@ class Intake:
             token=token,
             fresh=True,
             plain=plan.plain,
+            together=self._backlog and plan.limit >= TOGETHER,
         )
         return _ClaimCall(plan=plan, slots=slots, token=token, claim=claim, made_at=time.monotonic())
 

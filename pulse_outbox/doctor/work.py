@@ -154,9 +154,8 @@ def check_leases(operations: Operations) -> Iterator[Finding]:
     found = rows(
         operations,
         """select locked_by, count(*) as events, clock_timestamp() - min(lease_until) as since
-             from {schema}.outbox
-            where status = 'RUNNING'
-              and lease_until < clock_timestamp() - %(tolerance)s
+             from {schema}.running()
+            where lease_until < clock_timestamp() - %(tolerance)s
             group by locked_by
             order by events desc
             limit 5""",
@@ -178,7 +177,7 @@ def check_alerts(operations: Operations) -> Iterator[Finding]:
         operations,
         """select count(*) as owed, clock_timestamp() - min(completed_at) as since
              from {schema}.outbox
-            where status = 'DEAD_LETTERED'
+            where indexed_as = 'DEAD_LETTERED'
               and alerted_at is null
               and completed_at < clock_timestamp() - %(tolerance)s""",
         tolerance=ALERT_OWED_FOR,

@@ -80,13 +80,15 @@ def bury(calls: Calls, topic: str, error_class: str, number: int, *, generation:
     """So many dead letters of one kind, as terminal failures leave them; the payload holds a secret."""
     calls.conn.execute(
         """insert into pulse.outbox (event_id, topic, payload, headers, idempotency_key, status, attempts,
-                                     max_attempts, generation, first_failed_at, completed_at, last_error, last_failure)
+                                     max_attempts, generation, first_failed_at, completed_at, last_error, last_failure,
+                                     indexed_as, indexed_at)
            select id, %(topic)s, '{"card": "SECRET-4711"}', '{"auth": "SECRET-4711"}', id::text, 'DEAD_LETTERED', 1, 5,
-                  %(generation)s, clock_timestamp() - interval '1 hour',
-                  clock_timestamp() - interval '1 hour' + n * interval '1 millisecond',
+                  %(generation)s, clock_timestamp() - interval '1 hour', died_at,
                   %(class)s || ': it broke',
                   jsonb_build_object('handler', 'h', 'error_class', %(class)s::text, 'verdict', 'terminal',
-                                     'rule', 'terminal.default')
-             from (select gen_random_uuid() as id, n from generate_series(1, %(number)s) as n) as new""",
+                                     'rule', 'terminal.default'), 'DEAD_LETTERED', died_at
+             from (select gen_random_uuid() as id,
+                          clock_timestamp() - interval '1 hour' + n * interval '1 millisecond' as died_at
+                     from generate_series(1, %(number)s) as n) as new""",
         {"topic": topic, "class": error_class, "number": number, "generation": generation},
     )

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from psycopg.rows import dict_row
 
 from tests.model.model import Job, Model
-from tests.sql.calls import Calls, Claim, seconds
+from tests.sql.calls import Calls, Claim, ids, seconds
 
 T0 = datetime(2030, 1, 1, 12, tzinfo=UTC)
 TOPICS = ["a", "b"]
@@ -44,7 +44,7 @@ class OutboxMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         conn = psycopg.connect(self.dsn, autocommit=True, row_factory=dict_row)
-        conn.execute("truncate pulse.outbox, pulse.pause, pulse.sweep")
+        conn.execute("truncate pulse.outbox, pulse.pause, pulse.sweep, pulse.batch")
         conn.execute("set lock_timeout = '5s'")
         self.sql = Calls(conn, T0)
         self.model = Model()
@@ -115,11 +115,19 @@ class OutboxMachine(RuleBasedStateMachine):
         limit=st.sampled_from([1, 2, 3, 20]),
         policy=st.sampled_from([2, 3, 1]),
         alone=st.sampled_from([False, False, True]),
+        together=st.booleans(),
     )
-    def claim(self, worker: str, topics: list[str], limit: int, policy: int, alone: bool) -> None:
-        budgets = [policy] * len(topics)
+    def claim(
+        self, worker: str, topics: list[str], limit: int, policy: int, alone: bool, together: bool
+    ) -> None:
         claim = self.sql.claim(
-            topics, limit, worker=worker, p_budgets=budgets, p_alone=alone, token=self.new_id()
+            topics,
+            limit,
+            worker=worker,
+            p_budgets=[policy] * len(topics),
+            p_alone=alone,
+            p_together=together,
+            token=self.new_id(),
         )
         self.model.check_choice(claim.ids, topics, limit, self.now)
         for event_id in claim.ids:
@@ -127,11 +135,11 @@ class OutboxMachine(RuleBasedStateMachine):
         if claim:
             self.claims.append(claim)
 
-    @rule(worker=workers, verb=verbs, delay=delays, limit=st.sampled_from([1, 2, 20]))
-    def work(self, worker: str, verb: str, delay: int, limit: int) -> None:
+    @rule(worker=workers, verb=verbs, delay=delays, limit=st.sampled_from([1, 2, 20]), together=st.booleans())
+    def work(self, worker: str, verb: str, delay: int, limit: int, together: bool) -> None:
         """Claim and settle at once, which is most of what happens."""
         before = len(self.claims)
-        self.claim(worker, TOPICS, limit, 2, False)
+        self.claim(worker, TOPICS, limit, 2, False, together)
         if len(self.claims) > before:
             self.settle(0, verb, delay, False)
 
@@ -220,7 +228,7 @@ class OutboxMachine(RuleBasedStateMachine):
     def claim_during_a_pause(self, topic: str | None) -> None:
         self.sql.pause(topic)
         self.model.paused.add(topic)
-        self.claim("one", TOPICS, 20, 3, False)
+        self.claim("one", TOPICS, 20, 3, False, False)
         self.model.paused.remove(topic)
         assert self.sql.resume(topic)
 
@@ -232,6 +240,8 @@ class OutboxMachine(RuleBasedStateMachine):
             "select *, jsonb_array_length(failure_history) as cycles from pulse.outbox"
         ).fetchall()
         assert {row["event_id"] for row in rows} == self.model.jobs.keys()
+        running = self.sql.conn.execute("select event_id from pulse.running()").fetchall()
+        assert sorted(ids(running)) == sorted(ids(row for row in rows if row["status"] == "RUNNING"))
         for row in rows:
             job = self.model.jobs[row["event_id"]]
             found = {name: row[name] for name in (*VISIBLE, "cycles")}

@@ -54,7 +54,8 @@ def fence(of_the_row: str, of_the_claim: str) -> tuple[tuple[str, str, str], ...
     )
 
 
-HEAD_OF_THE_DEAD = "(h.status = 'DEAD_LETTERED' and h.holds_key)"
+HEAD_OF_THE_DEAD = "(h.indexed_as = 'RUNNING' or h.holds_key)"
+RUNNING_HEAD = "h.indexed_as = 'RUNNING'"
 
 MUTANTS = {
     "no fence": Mutant(
@@ -88,7 +89,10 @@ MUTANTS = {
         changes=(("record_failure", "not o.alone and o.max_attempts > 1", "true"),)
     ),
     "the dead hold no key": Mutant(
-        changes=(("unpark", HEAD_OF_THE_DEAD, "false"), ("whose_turn", HEAD_OF_THE_DEAD, "false"))
+        changes=(
+            ("unpark", HEAD_OF_THE_DEAD, RUNNING_HEAD),
+            ("whose_turn", HEAD_OF_THE_DEAD, RUNNING_HEAD),
+        )
     ),
     "keys run in any order": Mutant(
         changes=(("take", "v_rows := pulse.whose_turn(v_rows, p_now)", "v_rows := v_rows"),)
@@ -105,9 +109,20 @@ MUTANTS = {
             ("outbox_claim", "where l.next_run_at <= v_now", "where true"),
         )
     ),
-    "release keeps the attempt": Mutant(changes=(("release_locked", "o.attempts - 1", "o.attempts"),)),
+    "release keeps the attempt": Mutant(
+        changes=(("release_locked", "greatest(0, o.attempts - 1)", "o.attempts"),)
+    ),
     "replay of what is not dead": Mutant(
         changes=(("outbox_replay", "'{DEAD_LETTERED}'", "'{DEAD_LETTERED, COMPLETED}'"),)
+    ),
+    "what is left of a batch is forgotten": Mutant(
+        changes=(
+            ("dissolve", "set indexed_at = o.lease_until", "set lease_until = o.lease_until"),
+            ("dissolve", "o.event_id = any (v_batch.event_ids)\n                and", "false and"),
+        )
+    ),
+    "a batch ends with its first lease": Mutant(
+        changes=(("outbox_reap", "v_left := pulse.dissolve(v_now, p_limit)", "v_left := 0"),)
     ),
     "the end of a turn unparks nobody": Mutant(
         changes=(("outbox_complete", "perform pulse.unpark(v_keys, v_now)", "null"),)

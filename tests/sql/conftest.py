@@ -29,7 +29,8 @@ def dsn(module_dsn: str) -> str:
     """Emptied for each test, which is many times as fast as a database of its own."""
     with psycopg.connect(module_dsn) as conn:
         conn.execute(
-            "truncate pulse.outbox, pulse.event_handled, pulse.pause, pulse.dispatcher, pulse.sweep, pulse.claim_try"
+            "truncate pulse.outbox, pulse.event_handled, pulse.pause, pulse.dispatcher, pulse.sweep, pulse.claim_try, "
+            "pulse.batch"
         )
     return module_dsn
 

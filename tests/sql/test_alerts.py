@@ -83,7 +83,9 @@ def test_one_for_each_kind_with_a_count(outbox, t0):
     first = die(outbox, 300)
     outbox.forward(1)
     die(outbox, 200)
+    outbox.forward(1)
     die(outbox, 7, error_class="Bang")
+    outbox.forward(1)
     die(outbox, 5, topic="post")
 
     alerts = [must_have(outbox) for _ in range(3)]

@@ -10,6 +10,8 @@ from typing import Any
 import psycopg
 import pytest
 
+from pulse_outbox import embedded
+from pulse_outbox.testing.databases import serving
 from tests.sql import mixture
 from tests.sql.mixture import Meter
 from tests.support.testbed import Testbed
@@ -51,12 +53,26 @@ def warm_up(meter: Meter) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def tables(testbed: Testbed) -> Iterator[Tables]:
-    with testbed.database() as tiny, testbed.database() as small, testbed.database() as big:
+def tables() -> Iterator[Tables]:
+    """On a server of their own: what is left of the calls before is cleaned up while they go on, unless somebody's
+    transaction, in whichever database, is older; then the same call costs up to three times as much."""
+    with (
+        embedded.start() as server,
+        serving(server.dsn) as testbed,
+        testbed.database() as tiny,
+        testbed.database() as small,
+        testbed.database() as big,
+    ):
         tables = Tables(tiny, small, big)
         yield tables
         for meter in tables.early.values():
             meter.conn.close()
+
+
+def dearest(meter: Meter) -> dict[str, int]:
+    """Of a few: a page that was cleaned up a moment ago makes a call cheaper, on some runs by two thirds."""
+    runs = [warm_up(meter) for _ in range(4)]
+    return {name: max(costs[name] for costs in runs) for name in runs[0]}
 
 
 def too_dear(costs: dict[str, int], small: dict[str, int]) -> dict[str, tuple[int, int]]:
@@ -67,7 +83,7 @@ def too_dear(costs: dict[str, int], small: dict[str, int]) -> dict[str, tuple[in
 def test_large_table_costs_as_much_as_a_small_one(tables):
     """Plans made before and after ANALYZE, generic and custom, or kept from when the table was almost empty."""
     small_meter = tables.session(tables.small_dsn, "auto")
-    small = warm_up(small_meter)
+    small = dearest(small_meter)
     small_meter.conn.close()
     found = {}
 

@@ -24,7 +24,7 @@ MAY_CALL = {
     },
     "pulse_operator": {
         "outbox_lanes", "outbox_replay", "outbox_discard", "outbox_pause", "outbox_resume", "outbox_prune",
-        "outbox_replay_many", "outbox_discard_many", "count_topics", "blocked_keys",
+        "outbox_replay_many", "outbox_discard_many", "count_topics", "blocked_keys", "running",
         "outbox_prune_handled", "outbox_free",
     },
 }  # fmt: skip

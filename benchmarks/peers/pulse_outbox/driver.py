@@ -47,9 +47,7 @@ class Ours:
         async with await psycopg.AsyncConnection.connect(task.dsn, autocommit=True) as watching:
 
             async def unsettled() -> bool:
-                cursor = await watching.execute(
-                    "select exists (select 1 from pulse.outbox where status = 'RUNNING')"
-                )
+                cursor = await watching.execute("select exists (select from pulse.running())")
                 [row] = await cursor.fetchall()
                 return bool(row[0])
 
