@@ -101,7 +101,7 @@ def stage() -> Iterator[tuple[subprocess.Popen[bytes], psutil.Process]]:
     process = subprocess.Popen([sys.executable, "-c", command], cwd=ROOT, stdout=subprocess.DEVNULL)
     parent = psutil.Process(process.pid)
     [child] = wait_until(
-        lambda: [child for child in parent.children() if "time.sleep(60)" in child.cmdline()[-1][-20:]],
+        lambda: [child for child in parent.children() if "import time; time.sleep(60)" in child.cmdline()],
         what="the stage has started",
     )
     yield process, child

@@ -14,7 +14,6 @@ from pulse_outbox import embedded
 from pulse_outbox.testing.databases import serving
 from tests.sql import mixture
 from tests.sql.mixture import Meter
-from tests.support.testbed import Testbed
 
 ROWS = 200_000
 
