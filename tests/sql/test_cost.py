@@ -70,8 +70,11 @@ def tables() -> Iterator[Tables]:
 
 
 def dearest(tables: Tables) -> dict[str, int]:
-    """Of several small tables: what calls that were rolled back have left in an index is cleaned up when one of its pages
-    is full, and random ids decide which are; where that was a moment ago a call costs a third, and stays so."""
+    """What each call costs, of several small tables.
+
+    What calls that were rolled back have left in an index is cleaned up when one of its pages is full, and random ids
+    decide which are: where that was a moment ago a call costs a third, and stays so.
+    """
     runs = []
     for dsn in tables.small_dsns:
         meter = tables.session(dsn, "auto")
