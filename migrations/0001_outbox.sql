@@ -34,7 +34,7 @@
 --               views topic_status, dispatcher_status, dead_kind, dead_letter, blocked_key; running
 --   at the end  outbox_grant: who may call what
 --   inside      follow_status, lock_claimed, answers, unpark, record_failure, release_locked, paused_topics, whose_turn, take,
---               note_batch, count_off, dissolve, mend_leases, lapse_delay, lapse_failure, hold_event, failure_cycle,
+--               note_batch, count_off, enter_leases, dissolve, mend_leases, lapse_delay, lapse_failure, hold_event, failure_cycle,
 --               check_replay, check_discard, replay_held, discard_held, hold_dead, oldest_unfinished, count_topics, blocked_keys
 --
 -- Five rules hold everywhere:
@@ -45,7 +45,8 @@
 --   Indexes know the status by a copy of it, indexed_as, in which COMPLETED is RUNNING, and its time by indexed_at. So the completion
 --   of a row without an entry in outbox_leases changes nothing that is indexed: the new version of the row stays on its page and
 --   needs no entry in any index, which saves a fifth of what a job costs the server. Whoever looks for rows by their status asks for
---   indexed_as; what a row is, its status says.
+--   indexed_as; what a row is, its status says. A third copy, known_as, is what our own statements wrote last: by it a status shows that
+--   somebody has written by hand.
 --
 --   The fence is (event_id, claim_token, RUNNING). Whoever writes after a claim goes through lock_claimed, which also
 --   skips rows that somebody else has locked: no write after a claim waits for a row. outbox_complete, which nearly every job
@@ -108,15 +109,18 @@ create domain pulse.error as text check (octet_length(value) <= 8192);
 -- PostgreSQL reads the text of a check anew in every statement. A list of statuses is one constant there, `status in (…)` would
 -- be as many as it names.
 --
+-- The times of an event are those of its statement: with a default that differs from row to row, COPY would write each row by itself.
+--
 -- The primary key is filled to a half: each job adds two entries beside its first one, and a full page would be cleaned up or
 -- split on the way.
 create table pulse.outbox (
   event_id              uuid           not null,
   seq                   bigint         not null generated always as identity,
-  next_run_at           pulse.moment   not null default clock_timestamp(),
+  next_run_at           pulse.moment   not null default statement_timestamp(),
   generation            pulse.natural8 not null default 0,
   status                pulse.status   not null default 'PENDING',
   indexed_as            pulse.status   not null default 'PENDING', -- the status, with RUNNING for COMPLETED
+  known_as              pulse.status   not null default 'PENDING', -- the status, unless it was written by hand
   parked                boolean        not null default false, -- waits for an earlier event of its ordering key
   holds_key             boolean        not null default true,  -- as a dead letter it keeps later events of its key waiting
   alone                 boolean        not null default false, -- the present claim runs with nothing beside it
@@ -130,7 +134,7 @@ create table pulse.outbox (
   ordering_key          pulse.key,
   claim_token           uuid,
   producer_max_attempts pulse.budget,                          -- the producer's own budget, if it gave one
-  created_at            pulse.moment   not null default clock_timestamp(),
+  created_at            pulse.moment   not null default statement_timestamp(),
   lease_seq             pulse.natural8 not null default 0,
   attempts              pulse.natural4 not null default 0,
   snoozes               pulse.natural4 not null default 0,     -- how often the handler asked for later, in this cycle
@@ -198,13 +202,14 @@ create index outbox_dead on pulse.outbox (topic, indexed_at)
 create index outbox_alerts_owed on pulse.outbox (alert_id, indexed_at)
   where indexed_as = 'DEAD_LETTERED' and alerted_at is null;
 
--- Pages are filled to a half. The claimed version of a row comes into the other half, and the completed one where the first
--- has been: a table that is full would take three places for a row until vacuum comes, and a new page for each.
+-- Pages are filled to less than a half, since a claim makes a row longer by a quarter. The claimed version comes into the rest, and
+-- the completed one where the first has been: a table that is full would take three places for a row until vacuum comes, and a new page
+-- for each.
 --
 -- A job writes its row three times in a few milliseconds. Without these settings autovacuum would come after a fifth of the
 -- table has died; with them it comes after 20,000 dead rows and does not rest between pages.
 alter table pulse.outbox set (
-  fillfactor = 50,
+  fillfactor = 40,
   autovacuum_vacuum_scale_factor = 0.01,
   autovacuum_vacuum_threshold = 20000,
   autovacuum_vacuum_cost_delay = 0,
@@ -213,9 +218,9 @@ alter table pulse.outbox set (
   autovacuum_analyze_threshold = 20000
 );
 
--- indexed_as and indexed_at for who writes a row by hand; what stands here sets them itself. The condition is as short as it is
--- since every claim and every completion pays for it. What it does not see: a lease that somebody gives to a completed row, which
--- mend_leases finds, or moves while a batch stands for it.
+-- The copies for who writes a row by hand; what stands here sets them itself. The condition is as short as it is since every claim
+-- and every completion pays for it, and reads its text anew. What it does not see: a lease that somebody moves while a batch stands
+-- for it.
 create function pulse.follow_status() returns trigger
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
@@ -223,7 +228,8 @@ set enable_seqscan = off
 as $$
 begin
   update pulse.outbox o
-     set indexed_as = least(o.status, 'RUNNING'),
+     set known_as   = o.status,
+         indexed_as = least(o.status, 'RUNNING'),
          indexed_at = case o.status when 'RUNNING' then o.lease_until when 'DEAD_LETTERED' then o.completed_at end
    where o.event_id = any (array[new.event_id]);
   return null;
@@ -231,12 +237,12 @@ end
 $$;
 create trigger outbox_written_by_hand after update of status, lease_until, completed_at on pulse.outbox
   for each row
-  when (new.indexed_as <> least(new.status, 'RUNNING')
+  when (new.known_as <> new.status
         or new.indexed_at <> coalesce(new.lease_until, new.completed_at))
   execute function pulse.follow_status();
 create trigger outbox_inserted_by_hand after insert on pulse.outbox
   for each row
-  when (new.indexed_as <> least(new.status, 'RUNNING'))
+  when (new.known_as <> new.status)
   execute function pulse.follow_status();
 
 create table pulse.event_handled (
@@ -585,7 +591,7 @@ begin
    where o.ctid = any (p_rows)
   having count(*) > 0
   on conflict (token) do update
-     set lease_until = excluded.lease_until,
+     set lease_until = least(b.lease_until, excluded.lease_until),
          open        = b.open + excluded.open,
          event_ids   = b.event_ids || excluded.event_ids;
   return true;
@@ -607,7 +613,11 @@ declare
   v_count integer;
 begin
   for v_token, v_count in
-    select t.token, count(*) from unnest(p_tokens) as t (token) group by t.token order by t.token
+    select t.token, count(*)
+      from unnest(p_tokens) as t (token)
+     where t.token = any (array(select b.token from pulse.batch b where b.token = any (p_tokens)))
+     group by t.token
+     order by t.token
   loop
     delete from pulse.batch b
      where b.ctid = any (array(
@@ -618,6 +628,42 @@ begin
      where b.ctid = any (array(
              select d.ctid from pulse.batch d where d.token = v_token for update skip locked));
   end loop;
+end
+$$;
+
+-- Gives rows that the caller has locked, all of them RUNNING, an entry each in outbox_leases. One with an ordering key is not in a
+-- batch unless somebody wrote it by hand, and another of its key may be running: then it gets its entry when that has ended. Says how
+-- many entries it made.
+create function pulse.enter_leases(p_rows tid[]) returns integer
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set jit = off
+set plan_cache_mode = force_generic_plan
+as $$
+declare
+  v_row   tid;
+  v_count integer;
+begin
+  update pulse.outbox o
+     set indexed_at = o.lease_until
+   where o.ctid = any (p_rows)
+     and o.ordering_key is null;
+  get diagnostics v_count = row_count;
+  for v_row in
+    select o.ctid from pulse.outbox o where o.ctid = any (p_rows) and o.ordering_key is not null
+  loop
+    begin
+      update pulse.outbox o
+         set indexed_at = o.lease_until
+       where o.ctid = v_row;
+      v_count := v_count + 1;
+    exception
+      when unique_violation then
+        null;
+    end;
+  end loop;
+  return v_count;
 end
 $$;
 
@@ -649,18 +695,21 @@ begin
          and o.status = 'RUNNING'
          and o.indexed_at is null
          for update skip locked);
-    update pulse.outbox o
-       set indexed_at = o.lease_until
-     where o.ctid = any (v_rows);
+    v_count := v_count + pulse.enter_leases(v_rows);
+    -- Not one that has grown meanwhile: of what came to it, nothing was looked at.
     delete from pulse.batch b
-     where b.ctid = any (array(select d.ctid from pulse.batch d where d.token = v_batch.token for update skip locked))
+     where b.ctid = any (array(
+             select d.ctid
+               from pulse.batch d
+              where d.token = v_batch.token
+                and cardinality(d.event_ids) = cardinality(v_batch.event_ids)
+                for update skip locked))
        and not exists (
              select 1
                from pulse.outbox o
               where o.event_id = any (v_batch.event_ids)
                 and o.status = 'RUNNING'
                 and o.indexed_at is null);
-    v_count := v_count + cardinality(v_rows);
     exit when v_count >= p_limit;
   end loop;
   return v_count;
@@ -675,17 +724,15 @@ set enable_seqscan = off
 set jit = off
 as $$
 begin
-  update pulse.outbox o
-     set indexed_at = o.lease_until
-   where o.ctid = any (array(
-           select r.ctid
-             from pulse.outbox r
-            where r.ctid >= format('(%s,0)', p_page)::tid
-              and r.ctid < format('(%s,0)', p_page + p_pages)::tid
-              and r.status = 'RUNNING'
-              and r.indexed_at is null
-              and not exists (select 1 from pulse.batch b where b.token = r.claim_token)
-              for update of r skip locked));
+  perform pulse.enter_leases(array(
+    select r.ctid
+      from pulse.outbox r
+     where r.ctid >= format('(%s,0)', p_page)::tid
+       and r.ctid < format('(%s,0)', p_page + p_pages)::tid
+       and r.status = 'RUNNING'
+       and r.indexed_at is null
+       and not exists (select 1 from pulse.batch b where b.token = r.claim_token)
+       for update of r skip locked));
 end
 $$;
 
@@ -702,9 +749,8 @@ as $$
      and o.indexed_at is not null
    union all
   select o.*
-    from pulse.batch b
-    join pulse.outbox o on o.event_id = any (b.event_ids)
-   where o.claim_token = b.token
+    from pulse.outbox o
+   where o.event_id = any (array(select unnest(b.event_ids) from pulse.batch b))
      and o.status = 'RUNNING'
      and o.indexed_at is null
 $$;
@@ -811,6 +857,7 @@ begin
   update pulse.outbox o
      set status          = d.status,
          indexed_as      = d.status,
+         known_as        = d.status,
          indexed_at      = case d.status when 'DEAD_LETTERED' then p_now end,
          attempts        = d.attempts,
          lapses          = least(o.lapses + p_lapsed::integer, 32767)::smallint,
@@ -1099,7 +1146,7 @@ $$;
 -- p_try       which try of this call it is, from 1 on. One that a stalled server or network lets through after a later one
 --             takes nothing: nobody waits for its answer, so nobody would run what it took.
 -- p_alone     the caller will run these with nothing beside them (what lapsed twice is always run so).
--- p_together  many are expected, and soon settled: a batch stands for their leases. For speed only.
+-- p_together  many are expected, and soon settled: a batch stands for their leases. The same at every try. For speed only.
 create function pulse.outbox_claim(
   p_token       uuid,
   p_worker      text,
@@ -1252,6 +1299,7 @@ begin
       update pulse.outbox o
          set status       = 'RUNNING',
              indexed_as   = 'RUNNING',
+             known_as     = 'RUNNING',
              indexed_at   = case when p_together and o.ordering_key is null then null else v_until end,
              attempts     = o.attempts + 1,
              max_attempts = coalesce(o.producer_max_attempts, v_budget),
@@ -1312,15 +1360,14 @@ as $$
 declare
   v_now timestamptz;
 begin
-  -- As in outbox_claim: behind this, a repeated call is seen. A condition, since `perform` would be a statement.
-  if pg_advisory_xact_lock(hashtextextended(p_token::text, 0)) is not null then
-    v_now := coalesce(p_now, clock_timestamp());
-  end if;
+  -- As in outbox_claim: behind the lock, a repeated call is seen. One expression, since each has to be set up.
+  v_now := case when pg_advisory_xact_lock(hashtextextended(p_token::text, 0)) is not null then coalesce(p_now, clock_timestamp()) end;
 
   return query
   update pulse.outbox o
      set status       = 'RUNNING',
          indexed_as   = 'RUNNING',
+         known_as     = 'RUNNING',
          indexed_at   = case when p_together then null else t.now + p_lease end,
          attempts     = o.attempts + 1,
          max_attempts = coalesce(o.producer_max_attempts, p_budget),
@@ -1480,6 +1527,7 @@ begin
     with done as (
       update pulse.outbox o
          set status       = 'COMPLETED',
+             known_as     = 'COMPLETED',
              indexed_at   = null,
              completed_at = v_now,
              lease_until  = null,
@@ -1561,6 +1609,7 @@ begin
     update pulse.outbox o
        set status      = 'RETRYING',
            indexed_as  = 'RETRYING',
+           known_as    = 'RETRYING',
            indexed_at  = null,
            attempts    = greatest(0, o.attempts - 1),
            snoozes     = o.snoozes + 1,
@@ -1600,6 +1649,7 @@ begin
     update pulse.outbox o
        set status      = (case when o.attempts > 1 or o.snoozes > 0 or o.lapses > 0 then 'RETRYING' else 'PENDING' end)::pulse.status,
            indexed_as  = (case when o.attempts > 1 or o.snoozes > 0 or o.lapses > 0 then 'RETRYING' else 'PENDING' end)::pulse.status,
+           known_as    = (case when o.attempts > 1 or o.snoozes > 0 or o.lapses > 0 then 'RETRYING' else 'PENDING' end)::pulse.status,
            indexed_at  = null,
            attempts    = greatest(0, o.attempts - 1),
            next_run_at = p_now,
@@ -2126,6 +2176,7 @@ begin
                                  'replayed_by', p_replayed_by, 'replayed_at', p_now)),
            status          = 'PENDING',
            indexed_as      = 'PENDING',
+           known_as        = 'PENDING',
            indexed_at      = null,
            generation      = coalesce(p_new_generation, o.generation),
            attempts        = 0,
@@ -2169,6 +2220,7 @@ begin
                                  'discarded_by', p_discarded_by, 'discarded_at', p_now, 'reason', p_reason)),
            status          = 'DISCARDED',
            indexed_as      = 'DISCARDED',
+           known_as        = 'DISCARDED',
            indexed_at      = null,
            completed_at    = p_now,
            parked          = false
@@ -2362,25 +2414,29 @@ begin
   if coalesce(p_freed_by, '') = '' then
     raise exception 'freed_by must say who frees them' using errcode = 'PO003';
   end if;
-  perform pulse.mend_leases(0, pg_relation_size('pulse.outbox') / current_setting('block_size')::bigint + 1);
-  select array_agg(c.row) filter (where c.max_attempts > 1),
-         array_agg(c.row) filter (where c.max_attempts = 1),
-         array_agg(c.event_id) filter (where c.max_attempts = 1),
-         array_agg(c.claim_token) filter (where c.max_attempts = 1),
-         array_agg(c.topic) filter (where c.max_attempts = 1)
-    into v_rows, v_once, v_ids, v_tokens, v_topics
-    from (
-      select o.ctid as row, o.event_id, o.claim_token, o.max_attempts, o.topic
-        from pulse.outbox o
-       where o.event_id = any (array(select r.event_id from pulse.running() as r))
-         and o.status = 'RUNNING'
-         and not exists (
-               select 1
-                 from pulse.dispatcher d
-                where d.worker = o.locked_by
-                  and d.last_seen_at > v_now - d.lease)
-       limit p_limit
-         for update of o skip locked) as c;
+  for v_round in 1 .. 2 loop
+    select array_agg(c.row) filter (where c.max_attempts > 1),
+           array_agg(c.row) filter (where c.max_attempts = 1),
+           array_agg(c.event_id) filter (where c.max_attempts = 1),
+           array_agg(c.claim_token) filter (where c.max_attempts = 1),
+           array_agg(c.topic) filter (where c.max_attempts = 1)
+      into v_rows, v_once, v_ids, v_tokens, v_topics
+      from (
+        select o.ctid as row, o.event_id, o.claim_token, o.max_attempts, o.topic
+          from pulse.outbox o
+         where o.event_id = any (array(select r.event_id from pulse.running() as r))
+           and o.status = 'RUNNING'
+           and not exists (
+                 select 1
+                   from pulse.dispatcher d
+                  where d.worker = o.locked_by
+                    and d.last_seen_at > v_now - d.lease)
+         limit p_limit
+           for update of o skip locked) as c;
+    exit when v_rows is not null or v_once is not null or v_round = 2;
+    -- Then what no index knows: a look at the whole table.
+    perform pulse.mend_leases(0, pg_relation_size('pulse.outbox') / current_setting('block_size')::bigint + 1);
+  end loop;
   if v_rows is not null then
     perform pulse.release_locked(v_rows, true, v_now);
   end if;
@@ -2804,6 +2860,7 @@ comment on column pulse.outbox.attempts is 'Started runs in this cycle, counted 
 comment on column pulse.outbox.snoozes is 'How often the handler asked for later, in this cycle.';
 comment on column pulse.outbox.status is 'PENDING, RUNNING, COMPLETED, RETRYING, DEAD_LETTERED or DISCARDED.';
 comment on column pulse.outbox.indexed_as is 'The status as the indexes have it: RUNNING goes on when the event completes.';
+comment on column pulse.outbox.known_as is 'The status as our own statements wrote it last. Another one was written by hand, and is noticed by this.';
 comment on column pulse.outbox.indexed_at is 'lease_until where outbox_leases has it, completed_at of a dead letter, else null.';
 comment on column pulse.outbox.priority is 'From -9 to 9, higher first within its topic.';
 comment on column pulse.outbox.lapses is 'Leases of this cycle that lapsed: 1 makes a suspect, 2 run alone.';

@@ -18,6 +18,7 @@ begin
       update pulse.outbox o
          set status       = 'RUNNING',
              indexed_as   = 'RUNNING',
+             known_as     = 'RUNNING',
              attempts     = o.attempts + 1,
              max_attempts = 5,
              lease_until  = clock_timestamp() + interval '30 seconds',
@@ -47,6 +48,7 @@ begin
     else
       update pulse.outbox o
          set status       = 'COMPLETED',
+             known_as     = 'COMPLETED',
              completed_at = clock_timestamp(),
              lease_until  = null,
              locked_by    = null

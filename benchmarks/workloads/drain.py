@@ -127,9 +127,9 @@ def _pure_sql(bench: Bench, entry: Entry, size: Mapping[str, Any]) -> Outcome:
 
 _COMPLETED_ROWS = """
 insert into pulse.outbox (
-  event_id, topic, payload, idempotency_key, status, indexed_as, attempts, lease_seq, completed_at, claim_token,
-  max_attempts)
-select made.id, 'bench', jsonb_build_object('n', made.n), made.id::text, 'COMPLETED', 'RUNNING', 1, 1,
+  event_id, topic, payload, idempotency_key, status, indexed_as, known_as, attempts, lease_seq, completed_at,
+  claim_token, max_attempts)
+select made.id, 'bench', jsonb_build_object('n', made.n), made.id::text, 'COMPLETED', 'RUNNING', 'COMPLETED', 1, 1,
        clock_timestamp(), made.id, 5
   from (select gen_random_uuid() as id, n from generate_series(1, %s) as n) as made
 """

@@ -81,12 +81,12 @@ def bury(calls: Calls, topic: str, error_class: str, number: int, *, generation:
     calls.conn.execute(
         """insert into pulse.outbox (event_id, topic, payload, headers, idempotency_key, status, attempts,
                                      max_attempts, generation, first_failed_at, completed_at, last_error, last_failure,
-                                     indexed_as, indexed_at)
+                                     indexed_as, known_as, indexed_at)
            select id, %(topic)s, '{"card": "SECRET-4711"}', '{"auth": "SECRET-4711"}', id::text, 'DEAD_LETTERED', 1, 5,
                   %(generation)s, clock_timestamp() - interval '1 hour', died_at,
                   %(class)s || ': it broke',
                   jsonb_build_object('handler', 'h', 'error_class', %(class)s::text, 'verdict', 'terminal',
-                                     'rule', 'terminal.default'), 'DEAD_LETTERED', died_at
+                                     'rule', 'terminal.default'), 'DEAD_LETTERED', 'DEAD_LETTERED', died_at
              from (select gen_random_uuid() as id,
                           clock_timestamp() - interval '1 hour' + n * interval '1 millisecond' as died_at
                      from generate_series(1, %(number)s) as n) as new""",

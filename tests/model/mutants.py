@@ -117,7 +117,7 @@ MUTANTS = {
     ),
     "what is left of a batch is forgotten": Mutant(
         changes=(
-            ("dissolve", "set indexed_at = o.lease_until", "set lease_until = o.lease_until"),
+            ("enter_leases", "set indexed_at = o.lease_until", "set lease_until = o.lease_until"),
             ("dissolve", "o.event_id = any (v_batch.event_ids)\n                and", "false and"),
         )
     ),

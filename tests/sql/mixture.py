@@ -51,9 +51,9 @@ def add_in_the_way(conn: psycopg.Connection[Any], rows: int) -> None:
 def _insert(conn: psycopg.Connection[Any], count: int, columns: str) -> None:
     conn.execute(
         f"""insert into pulse.outbox (event_id, idempotency_key, payload, topic, status, ordering_key, parked, priority,
-                                      generation, next_run_at, completed_at, indexed_as, indexed_at)
+                                      generation, next_run_at, completed_at, indexed_as, known_as, indexed_at)
             select id, id::text, '{{"order": 7}}', topic, status, key, parked, priority, generation, due, ended,
-                   least(status, 'RUNNING'), case when status = 'DEAD_LETTERED' then ended end
+                   least(status, 'RUNNING'), status, case when status = 'DEAD_LETTERED' then ended end
               from (select i, pulse.uuid7() as id from generate_series(1, {count}) as i) as new
              cross join lateral (select {columns}) as c (topic, name, key, parked, priority, generation, due, ended_at)
              cross join lateral (select name::pulse.status as status, ended_at::timestamptz as ended) as t"""

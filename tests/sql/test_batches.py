@@ -302,6 +302,7 @@ def test_a_token_that_somebody_changed_by_hand(outbox):
     claim = together(outbox)
     outbox.conn.execute("update pulse.outbox set claim_token = gen_random_uuid()")
 
+    assert sorted(ids(outbox.conn.execute("select event_id from pulse.running()"))) == sorted(claim.ids)
     assert sorted(ids(outbox.keep_sweeping(41))) == sorted(claim.ids)
 
 
@@ -324,6 +325,93 @@ def test_a_completion_by_hand_at_the_end_of_the_lease(outbox):
     assert outbox.scalar("outbox_free", "operator") == 0
 
 
+def test_a_completion_by_hand_lets_its_key_go_on(outbox):
+    """Also at the end of the lease, when the time of the row's index entries stays the same."""
+    first, second = outbox.enqueue(key="k"), outbox.enqueue(key="k")
+    assert outbox.claim().ids == [first]
+    outbox.conn.execute(
+        """update pulse.outbox
+              set status = 'COMPLETED', completed_at = lease_until, lease_until = null, locked_by = null
+            where event_id = %s""",
+        (first,),
+    )
+    outbox.conn.execute("select pulse.outbox_heal(p_now => %s)", (outbox.now,))
+
+    assert outbox.claim().ids == [second]
+
+
+def test_a_batch_that_grows_while_it_is_swept_is_kept(outbox):
+    """A late try of its claim took more. Without their batch, nothing would lead to them when their worker dies."""
+    early = together(outbox)
+    outbox.enqueue_many(9)
+    token = uuid.uuid4()
+    first = outbox.claim(limit=9, token=token, p_together=True, p_lease=seconds(31))
+    for event in range(9):
+        outbox.complete(part(first, event))
+    late = outbox.enqueue_many(20)
+    outbox.keep_sweeping(30)
+    outbox.forward(10)
+    # The sweep has read both batches when it comes to the first one, and this happens before it comes to the second.
+    outbox.conn.execute(
+        f"""create function pulse.try_late() returns trigger language plpgsql as $$
+            begin
+              perform pulse.outbox_claim(
+                '{token}', 'late', '{{mail}}', 20, p_together => true, p_now => '{outbox.now}');
+              return null;
+            end $$"""
+    )
+    outbox.conn.execute(
+        f"""create trigger late after delete on pulse.batch for each row when (old.token = '{early.token}')
+            execute function pulse.try_late()"""
+    )
+
+    outbox.reap()
+
+    assert batches(outbox) == {token: 29}
+    assert outbox.statuses(*late) == ["RUNNING"] * 20
+    outbox.keep_sweeping(41)
+    assert outbox.statuses(*late) == ["RETRYING"] * 20
+
+
+def test_keys_that_were_written_by_hand_hold_up_nobody(outbox):
+    """Two of one key run then, and only one can have an entry: the sweep gets to the other one later."""
+    claim = together(outbox)
+    outbox.conn.execute(
+        "update pulse.outbox set ordering_key = 'k' where event_id = any (%s)", (claim.ids[:2],)
+    )
+
+    reaped = outbox.keep_sweeping(41)
+
+    assert sorted(ids(reaped)) == sorted(claim.ids)
+    assert batches(outbox) == {}
+
+
+def test_a_completed_event_that_is_run_again_by_hand_takes_its_turn(outbox):
+    """Else two events of its key would run at once."""
+    first, second = outbox.enqueue(key="k"), outbox.enqueue(key="k")
+    outbox.complete(outbox.claim())
+    assert outbox.claim().ids == [second]
+    again = """update pulse.outbox
+                  set status = 'RUNNING', completed_at = null, lease_until = %s, locked_by = 'x', max_attempts = 5
+                where event_id = %s"""
+    with pytest.raises(psycopg.errors.UniqueViolation):
+        outbox.conn.execute(again, (outbox.now, first))
+
+    outbox.call("outbox_prune", seconds(0))
+    assert outbox.statuses(second) == ["RUNNING"]
+
+
+def test_what_is_freed_is_looked_for_everywhere_when_nothing_else_is_left(outbox):
+    """A look at the whole table takes long: not before each part of what the indexes know."""
+    known = together(outbox)
+    lost = together(outbox)
+    outbox.conn.execute("delete from pulse.batch where token = %s", (lost.token,))
+
+    assert outbox.scalar("outbox_free", "operator") == MANY
+    assert outbox.statuses(*known.ids, *lost.ids) == ["PENDING"] * MANY + ["RUNNING"] * MANY
+    assert [outbox.scalar("outbox_free", "operator") for _ in range(2)] == [MANY, 0]
+
+
 HELD = {"locked_by": "w", "claim_token": uuid.UUID(int=7), "max_attempts": 5}
 NOT_HELD = {"locked_by": None, "lease_until": None}
 TIMES = {"lease_until", "completed_at"}
@@ -336,8 +424,8 @@ TIMES = {"lease_until", "completed_at"}
 )
 def test_indexes_follow_who_writes_by_hand(outbox, t0, before, after, of_a_batch):
     """People repair rows, and tests make them: each is found where its status says."""
-    if after == "RUNNING" and (before == "COMPLETED" or (before == "RUNNING" and of_a_batch)):
-        before = "PENDING"  # what has no lease of its own looks like this, too: see follow_status
+    if after == before == "RUNNING" and of_a_batch:
+        before = "PENDING"  # a lease that is moved while a batch stands for it: see follow_status
     event_id = outbox.enqueue()
     if before != "PENDING":
         claim = outbox.claim(p_together=of_a_batch)

@@ -147,8 +147,9 @@ def test_status_does_not_look_at_completed_rows(outbox, analyzed):
     cost()
     alone = cost()
     outbox.conn.execute(
-        """insert into pulse.outbox (event_id, topic, payload, idempotency_key, status, indexed_as, completed_at)
-           select id, 'mail', '{}', id::text, 'COMPLETED', 'RUNNING', now()
+        """insert into pulse.outbox (event_id, topic, payload, idempotency_key, status, indexed_as, known_as,
+                                     completed_at)
+           select id, 'mail', '{}', id::text, 'COMPLETED', 'RUNNING', 'COMPLETED', now()
              from (select gen_random_uuid() as id from generate_series(1, 50000)) as new"""
     )
     if analyzed:

@@ -26,7 +26,7 @@ select event_id, seq, ordering_key, lease_seq
   from pulse.outbox_claim_lane(
          p_token => %s, p_worker => %s, p_topic => %s, p_generation => 0, p_lapses => 0::smallint,
          p_priority => 0::smallint, p_next_run_at => '2000-01-01', p_seq => 0, p_limit => %s,
-         p_lease => make_interval(secs => %s), p_budget => 5, p_slots => 1000, p_try => 1)
+         p_lease => make_interval(secs => %s), p_budget => 5, p_slots => 1000, p_try => 1, p_together => %s)
 """
 UNFINISHED = "status not in ('COMPLETED', 'DISCARDED')"
 
@@ -112,7 +112,7 @@ class Session:
         self.conn = psycopg.connect(dsn, autocommit=True)
 
     def run(self, until: float) -> None:
-        actions: dict[Callable[[], None], int] = {
+        actions: dict[Callable[[], None], float] = {
             self.enqueue: 20,
             self.claim: 25,
             self.settle: 40,
@@ -123,6 +123,7 @@ class Session:
             self.heal: 1,
             self.pause: 1,
             self.lanes: 2,
+            self.stall: 0.2,
         }
         try:
             while time.monotonic() < until:
@@ -190,12 +191,15 @@ class Session:
         )
         query = (
             "select event_id, seq, ordering_key, lease_seq"
-            "  from pulse.outbox_claim(%s, %s, %s, %s, make_interval(secs => %s))"
+            "  from pulse.outbox_claim(%s, %s, %s, %s, make_interval(secs => %s), p_together => %s)"
         )
+        together = self.dice.random() < 0.4
         if self.dice.random() < 0.5:
-            rows = self.call("claim", query, *arguments, LEASE)
+            rows = self.call("claim", query, *arguments, LEASE, together)
         else:
-            rows = self.call("claim a lane", ONE_LANE, *arguments[:2], arguments[2][0], arguments[3], LEASE)
+            rows = self.call(
+                "claim a lane", ONE_LANE, *arguments[:2], arguments[2][0], arguments[3], LEASE, together
+            )
         if len(rows) > arguments[3]:
             raise AssertionError(f"{len(rows)} rows instead of {arguments[3]}")
         held = [
@@ -205,7 +209,7 @@ class Session:
             for row in rows
         ]
         if rows and self.dice.random() < 0.1:
-            again = {row[0]: row[3] for row in self.call("claim again", query, *arguments, LEASE)}
+            again = {row[0]: row[3] for row in self.call("claim again", query, *arguments, LEASE, together)}
             # Some may have been reaped meanwhile; never others, and never counted again. All: then it is a new claim.
             first = {row[0]: row[3] for row in rows}
             is_new = all(lease_seq > first.get(event_id, 0) for event_id, lease_seq in again.items())
@@ -304,6 +308,10 @@ class Session:
         topic = self.dice.choice(TOPICS)
         self.call("pause", "select pulse.outbox_pause(%s, 'why', 'operator')", topic)
         self.call("resume", "select pulse.outbox_resume(%s, 'operator')", topic)
+
+    def stall(self) -> None:
+        """What it holds lapses, and is somebody else's when it goes on."""
+        time.sleep(1.5 * LEASE)
 
     def lanes(self) -> None:
         self.call("lanes", "select * from pulse.outbox_lanes(%s)", TOPICS)
