@@ -18,6 +18,7 @@
 --   producers   uuid7, outbox_enqueue (with has_long_queue, event_with and event_named), outbox_wake
 --   dispatchers outbox_lanes     which lanes have work, and from when on
 --               outbox_claim     due rows -> RUNNING, under a lease and a token (outbox_claim_lane: of one lane)
+--               outbox_flush     what was committed before is on disk
 --               outbox_heartbeat the lease goes on
 --               outbox_complete  RUNNING -> COMPLETED, or the row is deleted
 --               outbox_fail      RUNNING -> RETRYING or DEAD_LETTERED, as record_failure decides
@@ -1444,6 +1445,19 @@ begin
 end
 $$;
 
+-- Returns when all that was committed on this server before the call is on disk, and on the standbys that a commit waits for. A claim
+-- that was sent with synchronous_commit off does not wait for that itself, and nothing that it took may start earlier. Setting a
+-- sequence is the least that a commit has to wait for.
+create sequence pulse.flushed as integer;
+create function pulse.outbox_flush() returns void
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  perform setval('pulse.flushed', 1);
+end
+$$;
+
 -- Extends the leases of jobs that are being run, also of one that has lapsed and that nobody has reaped.
 -- Says nothing of those: only of what is 'locked' (try again) or 'lost'.
 create function pulse.outbox_heartbeat(
@@ -2801,6 +2815,7 @@ begin
       pulse.outbox_lanes(text[], bigint[], timestamptz),
       pulse.outbox_claim(uuid, text, text[], integer, interval, integer[], bigint[], integer, jsonb, smallint, boolean, boolean, integer, boolean, timestamptz),
       pulse.outbox_claim_lane(uuid, text, text, bigint, smallint, smallint, timestamptz, bigint, integer, interval, integer, integer, integer, boolean, timestamptz),
+      pulse.outbox_flush(),
       pulse.outbox_heartbeat(uuid[], uuid[], interval, timestamptz),
       pulse.outbox_complete(uuid[], uuid[], boolean, timestamptz),
       pulse.outbox_fail(uuid[], uuid[], text[], jsonb[], interval[], boolean[], timestamptz),
@@ -2996,6 +3011,7 @@ comment on function pulse.outbox_enqueue is 'Writes one event in the caller''s t
 comment on function pulse.outbox_lanes is 'The lanes that have work, now or later, each with its first row.';
 comment on function pulse.outbox_claim is 'Takes due events, gives them a lease under the caller''s token, counts the attempt, and returns them.';
 comment on function pulse.outbox_claim_lane is 'outbox_claim for one lane and a new token: in one statement where no ordering key is in the way.';
+comment on function pulse.outbox_flush is 'Returns when all that was committed before it is on disk.';
 comment on function pulse.outbox_heartbeat is 'Extends leases; speaks only of what is locked or lost.';
 comment on function pulse.outbox_complete is 'RUNNING to COMPLETED, or the row is deleted; speaks only of what is locked or lost.';
 comment on function pulse.outbox_fail is 'RUNNING to RETRYING after a delay, or DEAD_LETTERED when it is terminal or the budget is spent.';

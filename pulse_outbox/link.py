@@ -43,6 +43,8 @@ _PLACEHOLDER = re.compile(rb"%[s%]")
 class AnyLink(Protocol):
     """What a store asks of its link."""
 
+    @property
+    def server(self) -> object: ...
     async def rows(
         self, query: bytes, parameters: Sequence[object], sent: Sent | None = None, *, raw: bool = False
     ) -> Rows: ...
@@ -93,6 +95,11 @@ class Link:
                     rows = await self._ask(await self._connected(), query, parameters, raw=raw)
         self._succeeded()
         return rows
+
+    @property
+    def server(self) -> object:
+        """The server that the connection leads to, the same while that one is up; None without a connection."""
+        return self._line.server if self._line and not self._line.is_lost else None
 
     def write(self, query: bytes, parameters: Sequence[object]) -> Written | None:
         """Makes a call ready to be sent, which takes longer than to send it.
@@ -153,7 +160,9 @@ class Link:
         try:
             # Prepared statements halve the time of a call. Behind a pooler in transaction mode they would belong to
             # somebody else's session; a pooler shows by a process number that is not the server's.
-            [(server_pid,)] = await self._ask(line, b"select pg_catalog.pg_backend_pid()", ())
+            [(server_pid, line.server)] = await self._ask(
+                line, b"select pg_catalog.pg_backend_pid(), pg_catalog.pg_postmaster_start_time()", ()
+            )
             if server_pid == conn.info.backend_pid:
                 line.is_direct = True
                 # A call that was given up may still finish, and its repetition finds what it did. But one that a
@@ -265,6 +274,8 @@ class _Line:
         self._socket = socket.socket(fileno=os.dup(conn.fileno()))
         self._is_writing = False
         """A part of a question waits until the socket takes more."""
+        self.server: object = None
+        """When it was started, by its own clock: of two servers it is not the same."""
         self.is_direct = False
         """No pooler stands between."""
         self.is_lost = False

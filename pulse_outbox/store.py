@@ -103,7 +103,7 @@ class Store:
         retries = retries or StorageRetries()
         self._storage = retries.storage.retrying()
         self._dequeue = retries.dequeue.retrying()
-        self._queries: dict[tuple[str, ...], bytes] = {}
+        self._queries: dict[tuple[bool | str, ...], bytes] = {}
         self._tries: dict[UUID, int] = {}
         """How often each of the latest claims was sent, by its token."""
 
@@ -153,6 +153,7 @@ class Store:
         fresh: bool = False,
         plain: bool = False,
         together: bool = False,
+        unflushed: bool = False,
         now: datetime | None = None,
     ) -> Asking[Claimed]:
         """Takes up to *limit* due events; see outbox_claim. By priority, due time and seq.
@@ -160,7 +161,8 @@ class Store:
         A caller that wants to ask again after an error awaits the same again. One that asks another time, or another
         store, brings its own *token*, *fresh* when it is new. *plain*: there is one lane, in which ordering keys and
         budgets of one are not to be expected. *together*: many are. Both are only about speed; see outbox_claim_lane
-        and outbox_claim.
+        and outbox_claim. *unflushed*: its first try does not wait for the disk, so a crash of the server may undo it.
+        The caller starts nothing before a flush that was made ready earlier has succeeded.
         """
         if token is None:
             token, fresh = uuid4(), True
@@ -192,14 +194,30 @@ class Store:
             if plain and is_first and lanes and budgets:
                 [lane] = lanes
                 known = known_of(lane)
-                return self._question("outbox_claim_lane", _of_lane(arguments, topics, budgets, lane))
+                lane_arguments = _of_lane(arguments, topics, budgets, lane)
+                return self._question("outbox_claim_lane", lane_arguments, unflushed=unflushed)
             known = ()
-            return self._question("outbox_claim", arguments)
+            return self._question("outbox_claim", arguments, unflushed=unflushed and is_first)
 
         def read(rows: Rows) -> Claimed:
             return claimed_of(rows, *known, raw_token)
 
         return Asking(self._link, next_try, self._raw_answer, self._dequeue, read)
+
+    @property
+    def server(self) -> object:
+        """The server that its connection leads to; None where there is none."""
+        return self._link.server
+
+    def flush(self) -> Flush | None:
+        """A flush that can be sent; None where the connection has to be made first, or is somebody else's too."""
+        question = self._question("outbox_flush", {})
+        written = self._link.write(*question)
+        return Flush(self._link, written) if written is not None else None
+
+    async def flush_now(self) -> None:
+        """Makes the connection if need be, and waits for the disk."""
+        await self._call("outbox_flush", self._storage)
 
     async def held_by(self, token: UUID) -> list[Claim]:
         """What runs under this token: what its claim took, and nothing that it has not taken yet."""
@@ -423,10 +441,13 @@ class Store:
     async def _rows(self, function: str, **arguments: object) -> Rows:
         return await self._answer(*self._question(function, arguments))
 
-    def _question(self, function: str, arguments: Mapping[str, object]) -> _Question:
-        query = self._queries.get((function, *arguments))
+    def _question(
+        self, function: str, arguments: Mapping[str, object], *, unflushed: bool = False
+    ) -> _Question:
+        query = self._queries.get((unflushed, function, *arguments))
         if query is None:
-            query = self._queries[function, *arguments] = _call_of(self._schema, function, arguments)
+            query = _call_of(self._schema, function, arguments) + (_UNFLUSHED if unflushed else b"")
+            self._queries[unflushed, function, *arguments] = query
         parameters = list(arguments.values())
         if self._clock is not None and arguments.get("p_now", ...) is None:
             parameters[list(arguments).index("p_now")] = self._clock()
@@ -495,6 +516,8 @@ class Asking(Generic[T]):
                 self.prepare()
             written, self._written = self._written, None
             self._sent = written and self._link.send(written)
+            if written is not None and self._sent is None:
+                self._question = None  # was meant for the server that its connection led to
         except psycopg.Error:
             self._question = None  # it may have got through: to be asked again, on another connection
 
@@ -515,6 +538,31 @@ class Asking(Generic[T]):
         question, self._question = self._question or self._next_try(), None
         sent, self._sent, self._written = self._sent, None, None
         return await self._answer(*question, sent)
+
+
+class Flush:
+    """Waits for the disk on behalf of a claim that does not, and that is sent after this was made ready.
+
+    It goes with the connection that stands then: a server to which another one leads may have crashed in between, and
+    have lost the claim.
+    """
+
+    def __init__(self, link: AnyLink, written: Written) -> None:
+        self._link = link
+        self._written = written
+
+    def send(self, then: Callable[[bool], None]) -> None:
+        """Sends it, and says whether it has succeeded."""
+        try:
+            sent = self._link.send(self._written)
+        except psycopg.Error:
+            sent = None
+        if sent is None:
+            then(False)
+        else:
+            sent.answer.add_done_callback(
+                lambda answer: then(not answer.cancelled() and answer.exception() is None)
+            )
 
 
 def _of_lane(
@@ -628,6 +676,7 @@ _CLAIM_COLUMNS = [
     for name in Claim._fields
 ]
 _CLAIM: LiteralString = "select {} from {{}}({{}})"
+_UNFLUSHED = b" where (select pg_catalog.set_config('synchronous_commit', 'off', true)) is not null"
 _QUERIES: dict[str, LiteralString] = {
     "outbox_claim": _CLAIM.format(", ".join(_CLAIM_COLUMNS[: Claim._fields.index("raw_token")])),
     "outbox_claim_lane": _CLAIM.format(", ".join(_CLAIM_COLUMNS[: Claim._fields.index("topic")])),

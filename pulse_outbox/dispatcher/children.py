@@ -22,7 +22,7 @@ import structlog
 
 from pulse_outbox.dispatcher.child_process import ChildFailed, ChildProcess
 from pulse_outbox.dispatcher.intake import AHEAD
-from pulse_outbox.dispatcher.jobs import Job, Released, once_first
+from pulse_outbox.dispatcher.jobs import Job, Released, apart_once
 from pulse_outbox.dispatcher.lanes import Turn
 from pulse_outbox.dispatcher.loops import keep_going
 from pulse_outbox.dispatcher.transactions import POOL_SIZE as TRANSACTIONS
@@ -414,7 +414,8 @@ class ChildSuspects:
                 job.stage = "finished"
                 self._deliver(Released(job))
         else:
-            child.run(once_first(jobs))
+            once, others = apart_once(jobs)
+            child.run([*once, *others])
 
     def _room_of(self, topic: str, child: ChildProcess, limit: int) -> int:
         """How many more of a topic could run in a child."""

@@ -16,6 +16,7 @@ from pulse_outbox import __version__
 from pulse_outbox.alerts import Alerts
 from pulse_outbox.dispatcher import care, sentry, systemd
 from pulse_outbox.dispatcher.children import ChildSuspects
+from pulse_outbox.dispatcher.flushes import Flushes
 from pulse_outbox.dispatcher.health import Health
 from pulse_outbox.dispatcher.heap import quiet_collector
 from pulse_outbox.dispatcher.heart import Heart
@@ -240,8 +241,10 @@ class Dispatcher:
             freed=self._room_made,
         )
         claim_store = await self._open_store("claim", stack)
+        self._flushes = Flushes(await self._open_store("flush", stack))
         self._intake = Intake(
             claim_store,
+            flushes=self._flushes,
             settings=settings,
             handlers=self._handlers,
             in_flight=self._in_flight,
@@ -297,6 +300,7 @@ class Dispatcher:
         names = {topic: handler.name for topic, handler in self._handlers.items()}
         loops: dict[str, Callable[[], Awaitable[None]]] = {
             "claim": self._intake.run,
+            "flush": self._flushes.run,
             "settle": self._settler.run,
             "shed": self._intake.shed,
             "suspects": self._suspects.run,

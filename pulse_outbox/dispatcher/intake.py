@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from pulse_outbox.dispatcher.jobs import Job, Released, once_first
+from pulse_outbox.dispatcher.jobs import Job, Released
 from pulse_outbox.dispatcher.lanes import Lanes
 from pulse_outbox.dispatcher.pace import Looks, Noise, Rate
 from pulse_outbox.dispatcher.transactions import POOL_SIZE as TRANSACTIONS
 from pulse_outbox.dispatcher.wakeup import commits_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
     from uuid import UUID
 
     from pulse_outbox.claims import Claim, Claimed
+    from pulse_outbox.dispatcher.flushes import Flushes
     from pulse_outbox.dispatcher.jobs import InFlight
     from pulse_outbox.dispatcher.lanes import ClaimPlan, LaneKey
     from pulse_outbox.dispatcher.settings import DispatcherSettings
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from pulse_outbox.dispatcher.state import Tally
     from pulse_outbox.dispatcher.wakeup import Heard
     from pulse_outbox.handlers import Handler
-    from pulse_outbox.store import Asking, Listing, Store
+    from pulse_outbox.store import Asking, Flush, Listing, Store
 
 AHEAD = 0.1
 """How much work may wait in memory, in seconds of what is being completed at present."""
@@ -72,6 +73,8 @@ class _ClaimCall:
     """Until its answer is taken in, or an error is."""
     listing: Asking[Listing] | None = None
     """That was sent behind it, and behind every other claim."""
+    flush: Flush | None = None
+    """Its answer does not wait for the disk: nothing that it took may start before this has succeeded."""
 
     @property
     def is_under_way(self) -> bool:
@@ -86,6 +89,7 @@ class Intake:
         self,
         store: Store,
         *,
+        flushes: Flushes,
         settings: DispatcherSettings,
         handlers: Mapping[str, Handler],
         in_flight: InFlight,
@@ -96,6 +100,7 @@ class Intake:
         suspects_due: Callable[[Sequence[LaneKey]], None],
     ) -> None:
         self._store = store
+        self._flushes = flushes
         self._settings = settings
         self._handlers = handlers
         self._topics = sorted(handlers)
@@ -113,8 +118,8 @@ class Intake:
         self._looks = Looks(settings.seconds("poll"))
         self._rate = Rate(time.monotonic())
         self._relist = True
-        self._guessed = False
-        """There was a claim without a listing since the last listing."""
+        self._guessed = True
+        """There was no listing yet, or a claim without one since the last."""
         self._stirred = asyncio.Event()
         self._needs_room = False
         self._got_room = False
@@ -215,9 +220,11 @@ class Intake:
         """
         self._holds.add(why)
         give_up_at = time.monotonic() + patience
-        while any(call.is_under_way for call in self._calls) and time.monotonic() < give_up_at:
+        while time.monotonic() < give_up_at and (
+            self._slots.expected or any(call.is_under_way for call in self._calls)
+        ):
             await asyncio.sleep(0.005)
-        return not self._calls
+        return not self._calls and not self._slots.expected
 
     def let_go(self, why: str) -> None:
         """Ends one hold; others may go on."""
@@ -284,6 +291,8 @@ class Intake:
 
     def _call_of(self, plan: ClaimPlan, *, slots: int) -> _ClaimCall:
         token = uuid4()
+        together = self._backlog and plan.limit >= TOGETHER
+        flush = self._flushes.ready(self._store) if together else None
         claim = self._store.claim(
             limit=plan.limit,
             topics=self._topics,
@@ -297,9 +306,12 @@ class Intake:
             token=token,
             fresh=True,
             plain=plan.plain,
-            together=self._backlog and plan.limit >= TOGETHER,
+            together=together,
+            unflushed=flush is not None,
         )
-        return _ClaimCall(plan=plan, slots=slots, token=token, claim=claim, made_at=time.monotonic())
+        return _ClaimCall(
+            plan=plan, slots=slots, token=token, claim=claim, made_at=time.monotonic(), flush=flush
+        )
 
     def _send(self, call: _ClaimCall) -> None:
         # Suspects are claimed beside this, and share the limits of handlers.
@@ -442,12 +454,27 @@ class Intake:
             self._rate.restart(self._slots.ended, now)
         jobs = [Job(claim, self._handlers[claim.topic], call.at, lease, now) for claim in claims]
         self._in_flight.add(jobs)
-        if self._holds or not ours:
-            for job in jobs:
-                job.withdraw()
+        if not ours or self._holds:
+            self._give_back(jobs)
+        elif call.flush is None:
+            self._slots.add(jobs)
+        else:
+            self._slots.expect(jobs)
+            call.flush.send(lambda succeeded: self._flushed(jobs, succeeded))
+
+    def _flushed(self, jobs: list[Job], succeeded: bool) -> None:
+        self._slots.expect_no_more(jobs)
+        if not succeeded:
+            self._flushes.failed()
+        if succeeded and not self._holds:
+            self._slots.add(jobs)
+        else:
+            self._give_back(jobs)  # a server that has crashed may know nothing of the claim
+
+    def _give_back(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            if job.withdraw():
                 self._settler.add(Released(job))
-            return
-        self._slots.add(once_first(jobs))
 
     # When
 

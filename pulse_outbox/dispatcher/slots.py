@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from pulse_outbox.dispatcher.jobs import Released
+from pulse_outbox.dispatcher.jobs import Released, apart_once
 from pulse_outbox.dispatcher.running import Attempt, job_fields
 from pulse_outbox.log import log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
 
     from pulse_outbox.dispatcher.jobs import Job, Outcome
     from pulse_outbox.dispatcher.running import Runner
@@ -70,6 +71,8 @@ class Slots:
         self._running = 0
         self.ended = 0
         """Jobs that have started and ended."""
+        self._expected: list[list[Job]] = []
+        """Jobs that may not start yet, claim by claim."""
         self._slice_end = 0.0
         self._slice_over = False
         self._checking: asyncio.Task[None] | None = None
@@ -84,13 +87,18 @@ class Slots:
     @property
     def waiting(self) -> int:
         """Jobs that have not started."""
-        return len(self._queue)
+        return len(self._queue) + self.expected
+
+    @property
+    def expected(self) -> int:
+        """Those of them that may not start yet."""
+        return sum(map(len, self._expected))
 
     @property
     def free(self) -> int:
         """Slots that a job given now would start in at once."""
         # Not counted by who is idle: slots that have been woken for a queued job are not idle any more.
-        return max(0, len(self._slots) - self._running - len(self._queue))
+        return max(0, len(self._slots) - self._running - self.waiting)
 
     @property
     def running(self) -> int:
@@ -102,11 +110,22 @@ class Slots:
         """Those of them whose result is still wanted."""
         return sum(slot.job is not None and not slot.settled_early for slot in self._slots)
 
-    def add(self, jobs: Iterable[Job]) -> None:
-        """Gives jobs to the slots, in order."""
-        self._queue.extend(jobs)
+    def add(self, jobs: Sequence[Job]) -> None:
+        """Gives jobs to the slots, in order; budgets of one even before those that wait already."""
+        once, others = apart_once(jobs)
+        self._queue.extendleft(reversed(once))
+        self._queue.extend(others)
         if not self._slice_over:
             self._next_slice()
+
+    def expect(self, jobs: list[Job]) -> None:
+        """These will be added when they may start, and have places already. What is taken back leaves the list."""
+        self._expected.append(jobs)
+
+    def expect_no_more(self, jobs: list[Job]) -> None:
+        """They are added now, or never."""
+        self._expected = [others for others in self._expected if others is not jobs]
+        self._freed()
 
     def _wake(self, slots: int) -> None:
         while slots and self._idle and self._queue:
@@ -116,9 +135,11 @@ class Slots:
                 slots -= 1
 
     def take_back(self, which: Callable[[Job], bool]) -> list[Job]:
-        """Takes jobs that have not started out of the queue."""
-        taken = [job for job in self._queue if which(job) and job.withdraw()]
+        """Takes back jobs that have not started."""
+        taken = [job for job in chain(self._queue, *self._expected) if which(job) and job.withdraw()]
         self._queue = deque(job for job in self._queue if job.stage == "waiting")
+        for jobs in self._expected:
+            jobs[:] = [job for job in jobs if job.stage == "waiting"]
         return taken
 
     def oldest_wait(self) -> float:

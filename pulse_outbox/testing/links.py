@@ -54,6 +54,8 @@ class Borrowed:
         self._here = here
         self._outside = outside
 
+    server = None
+
     def write(self, query: bytes, parameters: Sequence[object]) -> None:
         """Nothing is sent ahead: the test's connection answers one call after the other …"""
 

@@ -17,7 +17,7 @@ MAY_CALL = {
     "pulse_producer": {"uuid7", "outbox_wake", "outbox_enqueue"},
     "pulse_dispatcher": {
         "uuid7", "outbox_wake", "outbox_enqueue", "outbox_lanes", "outbox_claim", "outbox_claim_lane",
-        "outbox_heartbeat", "outbox_complete", "outbox_fail",
+        "outbox_flush", "outbox_heartbeat", "outbox_complete", "outbox_fail",
         "outbox_snooze", "outbox_release", "outbox_lapse", "outbox_reap", "outbox_heal", "outbox_prune",
         "outbox_next_alert", "outbox_pay_alert",
         "dispatcher_seen", "dispatcher_gone",

@@ -701,7 +701,11 @@ class BehindPooler(Link):
 
     async def _ask(self, line: Any, query: bytes, parameters: Any, *, raw: bool = False) -> Any:
         rows = await super()._ask(line, query, parameters, raw=raw)
-        return [(rows[0][0] + 1,)] if query.startswith(b"select pg_catalog.pg_backend_pid") else rows
+        return (
+            [(rows[0][0] + 1, *rows[0][1:])]
+            if query.startswith(b"select pg_catalog.pg_backend_pid")
+            else rows
+        )
 
 
 @pytest.mark.parametrize(("kind", "prepares"), [(Link, True), (BehindPooler, False)])
