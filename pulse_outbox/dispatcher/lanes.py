@@ -288,19 +288,20 @@ class Lanes:
         """Moves the lanes on after a claim (whose rows come in order)."""
         if plan.looks_far_at is not None:
             self._looked_far_at = max(self._looked_far_at, plan.looks_far_at)
-        if plan.turns:
-            served = Counter(claim.topic for claim in claims)
-            # Where those that were asked before them took it all, it is still their turn.
-            if len(claims) < plan.limit or served.keys() & plan.turns.keys():
-                self._turn.took(plan.turns, served)
         lanes: list[LaneKey]
+        served: Mapping[str, int]
         if len(plan.keys) == 1:
             [only] = plan.keys  # of which all of them are
             lanes = [only] * len(claims)
             last_of = {only: claims[-1]} if claims else {}
+            served = {only.topic: len(claims)} if claims else {}
         else:
             lanes = [_lane_of(claim) for claim in claims]  # type: ignore[misc]  # equal, and hashed alike
             last_of = dict(zip(lanes, claims, strict=True))
+            served = Counter(claim.topic for claim in claims)
+        # Where those that were asked before them took it all, it is still their turn.
+        if plan.turns and (len(claims) < plan.limit or served.keys() & plan.turns.keys()):
+            self._turn.took(plan.turns, served)
         if claims:
             self._recent = [LaneKey(*key) for key in last_of]
             if any(map(_ordering_key_of, claims)) or 1 in map(_budget_of, claims):
@@ -322,7 +323,7 @@ class Lanes:
             if place := self._places.get(key):
                 place.next_run_at, place.seq, place.short = last.next_run_at, last.seq + 1, False
         if not plan.keys:
-            self._note_guess(plan, last_of, Counter(claim.topic for claim in claims))
+            self._note_guess(plan, last_of, served)
         elif len(claims) < plan.limit:
             left = dict(plan.quotas)
             taken = Counter(lanes)
@@ -337,9 +338,11 @@ class Lanes:
             self._waiting_for_slot.add(key)
             self._peculiar.add(key)
 
-    def _note_guess(self, plan: ClaimPlan, last_of: Mapping[LaneKey, Claim], taken: Counter[str]) -> None:
+    def _note_guess(
+        self, plan: ClaimPlan, last_of: Mapping[LaneKey, Claim], taken: Mapping[str, int]
+    ) -> None:
         """Where a guess got all that it asked for, there is more, right after it."""
-        full = taken.total() >= plan.limit
+        full = sum(taken.values()) >= plan.limit
         for key, last in last_of.items():
             if full or taken[last.topic] >= plan.quotas.get(last.topic, plan.limit):
                 self._places[LaneKey(*key)] = _Place(last.next_run_at, last.seq + 1, due_at=0.0)

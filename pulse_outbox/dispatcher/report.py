@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, assert_never
 
 from pulse_outbox.dispatcher.jobs import Completed, Failed, Lapsed, Over, Released, Snoozed, all_completed
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from pulse_outbox.dispatcher.sentry import Sentry
     from pulse_outbox.dispatcher.state import Tally, Throughput
     from pulse_outbox.store import Answer, Reaped
+
+# Over a whole batch, quicker than an expression.
+_topic_of, _ordering_key_of = attrgetter("topic"), attrgetter("ordering_key")
 
 
 class Report:
@@ -56,9 +60,9 @@ class Report:
     def _completed(self, claims: Sequence[Claim]) -> None:
         """Counted together: nearly every write is about nothing else."""
         self._tally.completed += len(claims)
-        for topic, number in Counter([claim.topic for claim in claims]).items():
+        for topic, number in Counter(map(_topic_of, claims)).items():
             self._throughput.completed[topic] += number
-        if {claim.ordering_key for claim in claims} != {None}:
+        if any(map(_ordering_key_of, claims)):
             self._due_in(0)  # the next event of its key can run
 
     def _settled(self, outcome: Outcome, answer: Answer | None) -> None:
