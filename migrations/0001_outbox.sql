@@ -110,14 +110,12 @@ create domain pulse.error as text check (octet_length(value) <= 8192);
 -- PostgreSQL reads the text of a check anew in every statement. A list of statuses is one constant there, `status in (…)` would
 -- be as many as it names.
 --
--- The times of an event are those of its statement: with a default that differs from row to row, COPY would write each row by itself.
---
 -- The primary key is filled to a half: each job adds two entries beside its first one, and a full page would be cleaned up or
 -- split on the way.
 create table pulse.outbox (
   event_id              uuid           not null,
   seq                   bigint         not null generated always as identity,
-  next_run_at           pulse.moment   not null default statement_timestamp(),
+  next_run_at           pulse.moment   not null default clock_timestamp(),
   generation            pulse.natural8 not null default 0,
   status                pulse.status   not null default 'PENDING',
   indexed_as            pulse.status   not null default 'PENDING', -- the status, with RUNNING for COMPLETED
@@ -135,7 +133,7 @@ create table pulse.outbox (
   ordering_key          pulse.key,
   claim_token           uuid,
   producer_max_attempts pulse.budget,                          -- the producer's own budget, if it gave one
-  created_at            pulse.moment   not null default statement_timestamp(),
+  created_at            pulse.moment   not null default clock_timestamp(),
   lease_seq             pulse.natural8 not null default 0,
   attempts              pulse.natural4 not null default 0,
   snoozes               pulse.natural4 not null default 0,     -- how often the handler asked for later, in this cycle
