@@ -28,6 +28,7 @@ from chaos.journal import Journal
 from chaos.points import Points
 from chaos.topics import BACKOFF, BACKOFF_MAX, ENDLESS, SNOOZE, TOPICS
 from pulse_outbox import Event, Outbox, RetryLater, RetryPolicy, TerminalHandlerError
+from pulse_outbox.dispatcher import intake
 from pulse_outbox.store import Store
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def _claim_together(self: Store, **named: Any) -> Any:
 
 
 setattr(Store, "claim", _claim_together)  # noqa: B010  the types would not have it
+intake.TOGETHER = 1  # nor do they wait for the disk, in a backlog
 
 outbox = Outbox()
 
