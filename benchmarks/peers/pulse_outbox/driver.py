@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import psycopg
@@ -13,6 +13,7 @@ import structlog
 from benchmarks.driver import Run, Task, main, payload_of
 from pulse_outbox import Dispatcher, Event, NewEvent, Outbox, RetryPolicy, TerminalHandlerError
 from pulse_outbox.dispatcher.heap import quiet_collector
+from pulse_outbox.dispatcher.timers import new_event_loop
 from pulse_outbox.schema import migrate
 
 TOPIC = "bench"
@@ -134,5 +135,11 @@ class Producing:
         self._connection.close()
 
 
+def run(performing: Coroutine[Any, Any, None]) -> None:
+    """In the event loop that `Dispatcher.run` makes."""
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(performing)
+
+
 if __name__ == "__main__":
-    main(Ours())
+    main(Ours(), runner=run)
