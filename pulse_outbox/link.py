@@ -114,9 +114,7 @@ class Link:
         line = written.line
         if line.is_lost:
             return None
-        answer = line.ask(written)
-        answer.add_done_callback(_look_at_error)
-        return Sent(line, answer)
+        return Sent(line, line.ask(written))
 
     async def close(self) -> None:
         """Ends the connection."""
@@ -204,12 +202,6 @@ class Sent(NamedTuple):
         return failed and self.line.is_lost
 
 
-def _look_at_error(answer: asyncio.Future[PGresult]) -> None:
-    """Else asyncio complains where nobody asks for the answer."""
-    if not answer.cancelled():
-        answer.exception()
-
-
 class _Question:
     """A call that is on its way."""
 
@@ -226,12 +218,11 @@ class _Question:
         """The answer is complete."""
         if self.answer.done():
             return  # nobody waits for it any more
-        if self.error is not None:
-            self.answer.set_exception(self.error)
-        elif self.result is None:
-            self.answer.set_exception(psycopg.ProgrammingError("the statement returned no rows"))
-        else:
+        if self.error is None and self.result is not None:
             self.answer.set_result(self.result)
+            return
+        self.answer.set_exception(self.error or psycopg.ProgrammingError("the statement returned no rows"))
+        self.answer.exception()  # else asyncio complains where nobody asks for the answer
 
 
 # How ids and times of an answer are read: as psycopg reads them, whatever the application has registered for all of
@@ -262,8 +253,9 @@ class _Line:
         self._transformer = Transformer(_Reading(conn, _OWN))
         self._raw_transformer = Transformer(_Reading(conn, _RAW))
         self._call_timeout = call_timeout
+        self._due_at = 0.0
+        """When the first question has to be answered: those behind it can't be before."""
         self._deadline: asyncio.TimerHandle | None = None
-        """Of the first question: those behind it can't be answered before it is."""
         self._questions: deque[_Question] = deque()
         self._texts: dict[bytes, bytes] = {}
         self._names: dict[object, bytes] = {}
@@ -340,7 +332,8 @@ class _Line:
             question.error = question.error or error
             question.give()
         self._questions.clear()
-        self._set_deadline()
+        if self._deadline is not None:
+            self._deadline.cancel()
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         if is_busy:
@@ -349,14 +342,20 @@ class _Line:
         self._socket.close()
 
     def _set_deadline(self) -> None:
-        """For the question that is first now."""
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._deadline = (
-            self._loop.call_later(self._call_timeout, self._time_is_up) if self._questions else None
-        )
+        """For the question that is first now. The timer stays: to make one for each question would delay its answer."""
+        if not self._questions:
+            return
+        self._due_at = self._loop.time() + self._call_timeout
+        if self._deadline is None:
+            self._deadline = self._loop.call_at(self._due_at, self._look_at_deadline)
 
-    def _time_is_up(self) -> None:
+    def _look_at_deadline(self) -> None:
+        self._deadline = None
+        if not self._questions:
+            return
+        if self._loop.time() < self._due_at:
+            self._deadline = self._loop.call_at(self._due_at, self._look_at_deadline)
+            return
         self._questions[0].error = CallTimedOut(f"no answer within {self._call_timeout:g} s")
         self.end(psycopg.OperationalError("the connection was given up: a call on it got no answer"))
 

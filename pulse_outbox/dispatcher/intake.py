@@ -102,6 +102,7 @@ class Intake:
         self._store = store
         self._flushes = flushes
         self._settings = settings
+        self._lease = settings.seconds("lease")
         self._handlers = handlers
         self._topics = sorted(handlers)
         self._may_concern = {"", *handlers}
@@ -448,11 +449,10 @@ class Intake:
         self._got_room = False
         self._nap = FIRST_NAP_DEAF if self._deaf else FIRST_NAP
         self._tally.claimed += len(claims)
-        lease = self._settings.seconds("lease")
         now = time.monotonic()
         if not len(self._in_flight):
             self._rate.restart(self._slots.ended, now)
-        jobs = [Job(claim, self._handlers[claim.topic], call.at, lease, now) for claim in claims]
+        jobs = [Job(claim, self._handlers[claim.topic], call.at, self._lease, now) for claim in claims]
         self._in_flight.add(jobs)
         if not ours or self._holds:
             self._give_back(jobs)
@@ -537,25 +537,27 @@ class Intake:
         before, self._prepared = self._prepared, {}
         if self._deaf or self._guessed or self._looks.are_costly or self._is_full():
             return
+        free = self._slots.free
         for topic in self._lanes.latest_topics(PREPARED_TOPICS):
             call = before.get(topic)
             if call is None or not self._fits(call) or now > call.made_at + PREPARED_FOR:
-                limit = self._at_once(topic)
+                limit = self._at_once(topic, free)
                 guess = self._lanes.guess_at(topic, limit, now) if limit > 0 else None
                 if guess is None:
                     continue
-                call = self._call_of(guess, slots=self._slots.free)
+                call = self._call_of(guess, slots=free)
                 call.claim.prepare()
             self._prepared[topic] = call
 
     def _fits(self, call: _ClaimCall) -> bool:
         """Whether a claim that was made for a topic earlier is what would be made now."""
+        free = self._slots.free
         [(topic, limit)] = call.plan.quotas.items()
-        return call.slots == self._slots.free and limit == self._at_once(topic)
+        return call.slots == free and limit == self._at_once(topic, free)
 
-    def _at_once(self, topic: str) -> int:
-        """How many of a topic could start now."""
-        return min(self._settings.batch, self._slots.free, self._room_of(topic))
+    def _at_once(self, topic: str, free: int) -> int:
+        """How many of a topic could start now in so many free slots."""
+        return min(self._settings.batch, free, self._room_of(topic))
 
     def _mention_suspects_since(self, then: float) -> None:
         """Those that have become due since then: no listing comes to show them."""
