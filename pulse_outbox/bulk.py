@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -50,7 +50,7 @@ from pulse_outbox.errors import EnqueueError
 from pulse_outbox.events import NewEvent, encode_flat, is_flat, uuid7, uuids
 from pulse_outbox.trace import add_trace, current_trace_headers
 
-FIRST_CHECKED = 500
+FIRST_CHECKED = 200
 """How many events of a stream are checked before any SQL: so few gain less than the savepoint takes."""
 PART = 100
 """How many events are encoded and sent at a time. The server works on one part while the next is made."""
@@ -390,6 +390,15 @@ def _call(statements: Iterable[str], schema: str) -> Steps[list[UUID]]:
     return ids
 
 
+@lru_cache(maxsize=16)
+def wake_statement(schema: str) -> str:
+    """Wakes who sleeps. While nobody does, the function is not even called."""
+    return (
+        f'select case when exists (select 1 from "{schema}".dispatcher d where d.sleeping) then '  # noqa: S608  checked by the Outbox
+        f'"{schema}".outbox_wake(array(select pg_catalog.json_array_elements_text(cast(cast($1 as text) as json)))) end'
+    )
+
+
 def _copy(batch: Batch, schema: str) -> Steps[list[UUID]]:
     copying = Copying(batch, schema)
     while True:
@@ -407,9 +416,5 @@ def _copy(batch: Batch, schema: str) -> Steps[list[UUID]]:
     ids = copying.ids
     if left is not None:
         ids += yield from _call(in_statements(copying.left_events()), schema)
-    wake = (
-        f'select "{schema}".outbox_wake('
-        "array(select pg_catalog.json_array_elements_text(cast(cast($1 as text) as json))))"
-    )
-    yield Ask(wake, (json.dumps(sorted(copying.topics)),))
+    yield Ask(wake_statement(schema), (json.dumps(sorted(copying.topics)),))
     return ids

@@ -22,7 +22,7 @@ from tests.enqueue.reading import rows
 from tests.support.waiting import wait_until_async
 
 outbox = Outbox()
-MANY = 3 * FIRST_CHECKED
+MANY = FIRST_CHECKED + 1300
 LATE = MANY - 7
 """A place that is read when the COPY has long begun."""
 
