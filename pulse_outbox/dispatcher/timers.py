@@ -7,7 +7,7 @@ import select
 import selectors
 import sys
 
-NEAR = 0.05
+NEAR = 0.01
 """For a timer that ends sooner than this, in seconds, a millisecond counts."""
 FD_SETSIZE = 1024
 """select(2) can look at descriptors below this."""

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from pulse_outbox import Event, NewEvent, Outbox, RetryPolicy
+from pulse_outbox.dispatcher import settling
 from tests.support.dispatching import Table, dispatching
 from tests.support.proxy import proxied
 from tests.support.waiting import wait_until_async
@@ -102,6 +103,42 @@ async def test_a_locked_row_holds_up_no_other(dsn, outbox: Outbox, table: Table,
         row = await table.until_status(ids[3], "COMPLETED")
 
     assert (row.attempts, row.lapses) == (1, 0)
+
+
+async def test_results_that_come_in_handfuls_wait_for_each_other(
+    dsn, outbox: Outbox, table: Table, monkeypatch
+):
+    """Each write is a commit: one for every few jobs would cost more than the jobs."""
+    gates = [asyncio.Event() for _ in range(60)]
+    monkeypatch.setattr(settling, "GATHER", 0.3)
+
+    @outbox.handler("job")
+    async def job(event: Event[dict]) -> None:
+        await gates[event.payload["n"]].wait()
+
+    await table.enqueue_many(outbox, [NewEvent("job", {"n": n}) for n in range(len(gates))])
+    async with dispatching(outbox, dsn):
+        await table.until("status = 'RUNNING'", len(gates))
+        for gate in gates[:20]:
+            gate.set()
+        await table.until("status = 'COMPLETED'", 20)
+        for gate in gates[20:]:
+            gate.set()
+            await asyncio.sleep(0.001)  # one after the other
+        await table.until("status = 'COMPLETED'", len(gates))
+
+    [writes] = await table.execute("select count(distinct xmin::text)::int from pulse.outbox")
+    assert writes == (2,)
+
+
+async def test_a_few_results_wait_for_nobody(dsn, outbox: Outbox, table: Table, monkeypatch):
+    monkeypatch.setattr(settling, "GATHER", 60)
+    outbox.handler("job")(lambda event: None)
+
+    async with dispatching(outbox, dsn):
+        for number in range(1, 4):
+            await table.enqueue_many(outbox, [NewEvent("job", {}) for _ in range(settling.HANDFUL - 1)])
+            await table.until("status = 'COMPLETED'", number * (settling.HANDFUL - 1))
 
 
 @pytest.mark.parametrize("function", ["outbox_complete", "outbox_fail", "outbox_snooze", "outbox_release"])
