@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 BATCHES_AT_ONCE = 2
 """How many batches one write may store. Few large writes cost the database less than many small ones."""
 GATHER = 0.002
-"""How long results wait for others where they come in handfuls, in seconds: that many commits cost more than the jobs …"""
+"""How long results wait for others where they come in handfuls, in seconds: so many commits cost more than the jobs."""
 HANDFUL = 16
-"""… which is what a write stored that had so many, and not a quarter of what one may store."""
+"""A write stored one if it had so many, and not a quarter of what one may store."""
 LOCKED_PAUSE = 0.05
 """How long a result waits whose row somebody else has locked, in seconds; it doubles up to the next."""
 LOCKED_PAUSE_MAX = 2.0
@@ -84,7 +84,7 @@ class Settler:
         stored = 0
         while True:
             await self._wanted.wait()
-            if HANDFUL <= stored and max(stored, len(self._waiting)) * 4 < self._at_once:
+            if stored >= HANDFUL and max(stored, len(self._waiting)) * 4 < self._at_once:
                 await asyncio.sleep(GATHER)
             self._busy = True
             batch, self._waiting = self._waiting[: self._at_once], self._waiting[self._at_once :]
