@@ -350,6 +350,8 @@ class _Line:
             self._deadline = self._loop.call_at(self._due_at, self._look_at_deadline)
 
     def _look_at_deadline(self) -> None:
+        if self._loop.time() >= self._due_at:
+            self._read()  # the loop may have stood still while the answer came
         self._deadline = None
         if not self._questions:
             return

@@ -25,7 +25,7 @@ from pulse_outbox.dispatcher import sentry
 from pulse_outbox.dispatcher.jobs import Job, Over, Released
 from pulse_outbox.dispatcher.running import Attempt, Runner
 from pulse_outbox.dispatcher.slots import Slots
-from pulse_outbox.dispatcher.timers import new_event_loop
+from pulse_outbox.dispatcher.timers import make_exact
 from pulse_outbox.dispatcher.transactions import Transactions
 from pulse_outbox.dispatcher.wire import CHUNK, Lines, decode, decode_claim, encode, encode_outcome
 from pulse_outbox.failures import describe_error
@@ -58,8 +58,9 @@ def main(arguments: list[str]) -> None:
     except BaseException as error:
         link.say("broken", describe_error(error))
         raise
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    with asyncio.Runner() as runner:
         loop = runner.get_loop()
+        make_exact(loop)
         running = loop.create_task(Child(link, order, outbox).run())
         while not running.done():
             try:

@@ -30,7 +30,7 @@ from pulse_outbox.dispatcher.settling import Settler
 from pulse_outbox.dispatcher.slots import Slots
 from pulse_outbox.dispatcher.state import Condition, Tally, Throughput
 from pulse_outbox.dispatcher.suspects import LonelySuspects
-from pulse_outbox.dispatcher.timers import new_event_loop
+from pulse_outbox.dispatcher.timers import make_exact
 from pulse_outbox.dispatcher.transactions import Transactions
 from pulse_outbox.dispatcher.wakeup import listen
 from pulse_outbox.errors import SettingsError
@@ -111,10 +111,11 @@ class Dispatcher:
         """Runs until SIGTERM or SIGINT; a second signal ends the process at once.
 
         The process is its own: meanwhile the garbage collector does not look at what was loaded before, and more
-        rarely at what is new, and timers of the event loop end to the microsecond.
+        rarely at what is new, and short waits in the event loop end to the microsecond.
         """
-        with quiet_collector(), asyncio.Runner(loop_factory=new_event_loop) as runner:
+        with quiet_collector(), asyncio.Runner() as runner:
             loop = runner.get_loop()
+            make_exact(loop)
             running = loop.create_task(self._run_with_signals())
             while not running.done():
                 try:

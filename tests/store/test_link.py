@@ -506,6 +506,22 @@ class TestCallsThatOverlap:
         assert await link.rows(b"select 3", ()) == [(3,)]
         await link.close()
 
+    async def test_an_answer_that_came_while_the_loop_stood_still_is_taken(self, dsn):
+        """The timer of an earlier call becomes due in the round in which a handler blocks: it must not cut this one."""
+        link = Link(dsn, call_timeout=timedelta(seconds=0.5))
+        await link.rows(b"select 1", ())
+        line = link._line
+        assert line is not None
+        await asyncio.sleep(0.3)
+        asked = asyncio.create_task(link.rows(b"select 2 from pg_sleep(0.1)", ()))
+        await asyncio.sleep(0)
+        time.sleep(0.7)
+        line._look_at_deadline()
+
+        assert await asked == [(2,)]
+        assert link._line is line
+        await link.close()
+
     async def test_what_failed_is_not_prepared_again_and_again(self, dsn):
         link = Link(dsn)
         for _ in range(20):

@@ -13,7 +13,7 @@ import structlog
 from benchmarks.driver import Run, Task, main, payload_of
 from pulse_outbox import Dispatcher, Event, NewEvent, Outbox, RetryPolicy, TerminalHandlerError
 from pulse_outbox.dispatcher.heap import quiet_collector
-from pulse_outbox.dispatcher.timers import new_event_loop
+from pulse_outbox.dispatcher.timers import make_exact
 from pulse_outbox.schema import migrate
 
 TOPIC = "bench"
@@ -136,8 +136,9 @@ class Producing:
 
 
 def run(performing: Coroutine[Any, Any, None]) -> None:
-    """In the event loop that `Dispatcher.run` makes."""
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    """In an event loop as `Dispatcher.run` has it."""
+    with asyncio.Runner() as runner:
+        make_exact(runner.get_loop())
         runner.run(performing)
 
 
