@@ -75,7 +75,7 @@ class Settler:
         return not self._waiting and not self._busy and not self._locked_tries
 
     def add(self, outcome: Outcome) -> None:
-        """To be written as soon as the write under way is done."""
+        """To be written as soon as the write under way is done; a moment later where results come in handfuls."""
         self._waiting.append(outcome)
         self._wanted.set()
 
