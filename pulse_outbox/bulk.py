@@ -51,7 +51,7 @@ from pulse_outbox.events import NewEvent, encode_flat, is_flat, uuid7, uuids
 from pulse_outbox.trace import add_trace, current_trace_headers
 
 FIRST_CHECKED = 200
-"""How many events of a stream are checked before any SQL: so few gain less than the savepoint takes."""
+"""How many events of a stream are checked before any SQL at least: so few gain less than the savepoint takes."""
 PART = 100
 """How many events are encoded and sent at a time. The server works on one part while the next is made."""
 

@@ -512,7 +512,6 @@ class TestCallsThatOverlap:
         await link.rows(b"select 1", ())
         line = link._line
         assert line is not None
-        await asyncio.sleep(0.3)
         asked = asyncio.create_task(link.rows(b"select 2 from pg_sleep(0.1)", ()))
         await asyncio.sleep(0)
         time.sleep(0.7)
